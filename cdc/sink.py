@@ -1,0 +1,97 @@
+"""What a target owes the pipeline. Two small protocols, one vocabulary.
+
+A target converges: any slice may come again, an older one may come late, half of one may have been
+written before a crash. Four rules, each held by the contract suite:
+
+1. Durable on return. The ledger moves only after the rows, or together with them.
+2. Stale is success. Per key the highest version stays; a delete counts as a version.
+3. A half-written slice is allowed, because its replay completes it.
+4. Only errors of `cdc.errors` leave a sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from cdc.change import Row, Slice, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a ledger knows of one topic. *offsets* is the next offset to read, per partition."""
+
+    topic_id: str
+    generation: int
+    partitions: int
+    offsets: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to write, until somebody else claims: *token* grows with every claim."""
+
+    token: int
+    entries: Mapping[str, Entry]  # by topic; a topic without an entry was never read
+
+
+class Written(NamedTuple):
+    applied: int
+    stale: int  # the target already held something as new or newer: success
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A target that takes rows. Lives on the driver for the ledger, on executors for the rows.
+
+    *tables* maps each topic to the table behind it.
+    """
+
+    name: str
+
+    def prepare(self, tables: Mapping[str, Table]) -> None:
+        """Create what is missing. Fail here if a write could not succeed. Safe to repeat."""
+
+    def claim(self) -> Claim:
+        """Take the next fencing token, durably; from now on older tokens cannot write."""
+
+    def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
+        """Set the ledger to *entries*, before the first row of a generation is written."""
+
+    def write(self, token: int, piece: Slice) -> Written:
+        """Make *piece* durable, then move the ledger. Raises SinkFenced if *token* is old."""
+
+    def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
+        """Every row of *table* held here, with its version, in no order: for comparison."""
+
+    def close(self) -> None:
+        """Let go of the connection. Does not raise."""
+
+
+class FrameSink(Protocol):
+    """A target that takes a whole batch on the driver as a Spark frame.
+
+    *frame* has the columns of `FRAME_COLUMNS`, at most one line per key.
+    """
+
+    name: str
+
+    def prepare(self, tables: Mapping[str, Table]) -> None: ...
+
+    def claim(self) -> Claim: ...
+
+    def assign(self, token: int, entries: Mapping[str, Entry]) -> None: ...
+
+    def merge(
+        self, token: int, topic: str, table: Table, frame: Any, offsets: Mapping[int, int]
+    ) -> Written:
+        """Apply *frame* and move the ledger to *offsets* in one commit."""
+
+    def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]: ...
+
+    def close(self) -> None: ...
+
+
+# partition int, key string (key_text), row string (JSON, null when gone), version long
+FRAME_COLUMNS: Sequence[str] = ("partition", "key", "row", "version")

@@ -1,0 +1,1 @@
+"""How changes get into the log: PostgreSQL's catalogue, Kafka topics, Debezium in Kafka Connect."""
