@@ -29,14 +29,15 @@ class Column:
 class Table:
     """A source table as the catalogue described it when the query was opened.
 
-    *gone* are columns that old records in the log still carry but the source has dropped.
+    *as_of_us* is the source's clock just before the catalogue was read: a column that a record
+    carries and *columns* lacks was dropped since if the record is older, and is new if it is not.
     """
 
     schema: str
     name: str
     columns: tuple[Column, ...]
     key: tuple[str, ...]
-    gone: frozenset[str] = frozenset()
+    as_of_us: int = 0
 
     @property
     def full_name(self) -> str:

@@ -86,7 +86,7 @@ Url = Annotated[str, AfterValidator(plain_url)]
 class Settings(BaseModel):
     """The base of every section: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Source(Settings):

@@ -4,6 +4,7 @@
     ├── ConfigError            the configuration cannot be used; all problems at once    exit 2
     ├── SourceError            PostgreSQL, Kafka or Kafka Connect                        exit 1
     │   ├── SourceUnavailable  not reachable, for now                                    → retry
+    │   ├── QueryLost          Spark ended the query for reasons of its own              → reopen
     │   ├── TopicChanged       the topic is not the one the ledger knows                 → stop
     │   └── MalformedRecord    a record that is not what Debezium writes                 → stop
     └── SinkError
@@ -44,6 +45,10 @@ class SourceError(CdcError):
 
 
 class SourceUnavailable(SourceError):
+    pass
+
+
+class QueryLost(SourceError):
     pass
 
 

@@ -1,0 +1,5 @@
+"""Run by python -m cdc."""
+
+from cdc.cli import main
+
+main()

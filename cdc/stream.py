@@ -1,0 +1,195 @@
+"""Spark's Kafka source into one sink: the only module that speaks Structured Streaming."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+
+from cdc import writer
+from cdc.config import Kafka
+from cdc.errors import CdcError, QueryLost, from_data
+from cdc.ledger import starting_offsets
+from cdc.sink import FRAME_COLUMNS, Entry, FrameSink, Sink
+from cdc.writer import Job, Report
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+_JAVA_NAME = re.compile(r"\b(?:[a-z]\w*\.)+([A-Z]\w*(?:Exception|Error))\b")
+
+
+class Stopping(Exception):
+    """Said to Spark by a batch that comes after the stop was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    """A batch that is durable in the sink."""
+
+    reports: list[Report]
+    seconds: float
+
+
+class Stream:
+    """One query: opened from a ledger, run until it is stopped or fails.
+
+    Nothing here retries. A failure ends the query, `wait` raises it with its own type, and the
+    next query starts from the ledger again.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        kafka: Kafka,
+        job: Job,
+        entries: Mapping[str, Entry],
+        sink: Sink | FrameSink,
+        *,
+        on_batch: Callable[[BatchDone], None],
+        once: bool,
+    ) -> None:
+        self._job = job
+        self._on_batch = on_batch
+        self._failure: CdcError | None = None
+        self._stopping = False
+        self._in_batch = threading.Lock()
+        # Spark insists on a checkpoint; the ledger is the real one, so this one is thrown away.
+        self._checkpoint = tempfile.TemporaryDirectory(prefix="cdc-", ignore_cleanup_errors=True)
+        apply = (
+            partial(_apply_rows, job)
+            if isinstance(sink, Sink)
+            else partial(_apply_frame, job, sink)
+        )
+        self._query: StreamingQuery = (
+            _source(spark, kafka, job, entries)
+            .writeStream.queryName(f"{job.sink.name}-{job.token}")
+            .foreachBatch(partial(self._batch, apply))
+            .option("checkpointLocation", self._checkpoint.name)
+            .trigger(**_trigger(job, once=once))
+            .start()
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end; True if the query has ended well. Raises what ended it otherwise."""
+        from pyspark.errors import PySparkException
+
+        try:
+            return bool(self._query.awaitTermination(cast("int", timeout_s)))  # floats do, too
+        except PySparkException as error:
+            raise self._failure or _from_spark(self._job.sink.name, error) from None
+
+    def lag(self) -> dict[str, int] | None:
+        """Records that Kafka has and this query has not read, per topic; None before any batch."""
+        progress = self._query.lastProgress
+        if progress is None or not progress.sources:
+            return None
+        source = progress.sources[0]
+        read, latest = _offsets(source.endOffset), _offsets(source.latestOffset)
+        return {
+            topic: sum(max(0, end - read.get(topic, {}).get(p, 0)) for p, end in ends.items())
+            for topic, ends in latest.items()
+        }
+
+    def stop(self, within_s: float) -> None:
+        """Let the running batch finish, if it does so in time; then end the query."""
+        self._stopping = True
+        finished = self._in_batch.acquire(timeout=min(max(0.0, within_s), threading.TIMEOUT_MAX))
+        try:
+            self._query.stop()
+        finally:
+            if finished:
+                self._in_batch.release()
+            self._checkpoint.cleanup()
+
+    def _batch(
+        self, apply: Callable[[DataFrame], list[Report]], frame: DataFrame, _batch_id: int
+    ) -> None:
+        if self._stopping:
+            raise Stopping
+        with self._in_batch:
+            started = time.monotonic()
+            try:
+                reports = apply(frame)
+            except CdcError as error:
+                self._failure = error
+                raise
+            failed = [report.error for report in reports if report.error is not None]
+            if failed:
+                self._failure = from_data(failed[0])
+                raise self._failure
+            self._on_batch(BatchDone(reports, time.monotonic() - started))
+
+
+def _source(spark: SparkSession, kafka: Kafka, job: Job, entries: Mapping[str, Entry]) -> DataFrame:
+    options = {
+        "kafka.bootstrap.servers": kafka.bootstrap,
+        "subscribe": ",".join(sorted(entries)),
+        "startingOffsets": starting_offsets(entries),
+        # What a crashed Connect worker had not committed was never part of the log.
+        "kafka.isolation.level": "read_committed",
+        "failOnDataLoss": "true",
+        "maxOffsetsPerTrigger": str(job.limits.max_offsets),
+        # A poll answers at once instead of waiting for company; large polls save round trips.
+        "kafka.fetch.max.wait.ms": "10",
+        "kafka.max.poll.records": "5000",
+    }
+    return spark.readStream.format("kafka").options(**options).load().select(*writer.RECORD_COLUMNS)
+
+
+def _trigger(job: Job, *, once: bool) -> dict[str, Any]:
+    if once:
+        return {"availableNow": True}  # to the end of the log as of the start
+    return {"processingTime": f"{round(job.sink.trigger * 1000)} milliseconds"}
+
+
+def _apply_rows(job: Job, frame: DataFrame) -> list[Report]:
+    write = partial(_write, job)
+    return writer.reports(frame.mapInArrow(write, writer.REPORT_SCHEMA).collect())
+
+
+def _write(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    return writer.write(job, batches)
+
+
+def _lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    return writer.lines(job, batches)
+
+
+def _apply_frame(job: Job, sink: FrameSink, frame: DataFrame) -> list[Report]:
+    lines = frame.mapInArrow(partial(_lines, job), writer.LINE_SCHEMA).persist()
+    try:
+        reports = writer.reports(lines.where("report is not null").select("report").collect())
+        if any(report.error is not None for report in reports):
+            return reports
+        for topic in sorted({report.topic for report in reports}):
+            mine = [report for report in reports if report.topic == topic]
+            offsets = {r.partition: r.next_offset for r in mine if r.next_offset is not None}
+            changes = lines.where(lines.topic == topic).where("report is null")
+            written = sink.merge(
+                job.token, topic, job.tables[topic], changes.select(*FRAME_COLUMNS), offsets
+            )
+            mine[0].applied, mine[0].stale = written
+        return reports
+    finally:
+        lines.unpersist()
+
+
+def _from_spark(sink: str, error: Exception) -> QueryLost:
+    """Spark's own failure. Its text may quote anything: only the names of its causes are kept."""
+    causes = list(dict.fromkeys(_JAVA_NAME.findall(str(error))))
+    return QueryLost(f"{sink}: Spark ended the query: {', '.join(causes) or type(error).__name__}")
+
+
+def _offsets(text: str | None) -> dict[str, dict[str, int]]:
+    parsed = orjson.loads(text) if text else None
+    return parsed if isinstance(parsed, dict) else {}
