@@ -1,0 +1,46 @@
+"""The real servers behind the tests: one local stack and one Spark session per test run.
+
+A stack that already runs under $CDC_TEST_STACK_DIR is used and left alone, so that the inner loop
+is short; otherwise a fresh one is started, and stopped at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cdc import session
+from cdc.config import Spark
+from cdc.jars import cache_dir
+from deploy.stack import Ports, Stack
+
+
+def stack_directory() -> Path:
+    return Path(os.environ.get("CDC_TEST_STACK_DIR") or cache_dir() / "test-stack")
+
+
+@pytest.fixture(scope="session")
+def stack():
+    """What a client needs to reach the servers, by variable name."""
+    servers = Stack(stack_directory(), Ports.free(), start_timeout_s=240)
+    if all(server.state == "ready" for server in servers.status()):
+        yield servers.env()
+        return
+    servers.reset()
+    try:
+        servers.up()
+        yield servers.env()
+    finally:
+        servers.down()
+
+
+@pytest.fixture(scope="session")
+def spark():
+    """One Spark with the pinned jars for all tests that need frames."""
+    from sinks import delta
+
+    found = session.open_session("test", Spark(master="local[2]"), delta.spark_conf())
+    yield found
+    found.stop()
