@@ -1,0 +1,528 @@
+"""A PostgreSQL warehouse: rows and ledger in one transaction, so a change happens exactly once.
+
+Each source table becomes one table of the target schema, named by `target_name`, with the
+source's key and one more column, `_cdc_version`. A slice is copied into a temporary table and
+applied by two guarded statements, whatever its size.
+
+The table `cdc_ledger` has one line per sink, topic and partition, and one more per sink (topic '',
+partition -1) that hands out the fencing tokens. A writer locks its line before anything else, so
+writers of different partitions never wait for each other, and a claim waits for those at work.
+A change below the line's next offset is stale: deletes need no tombstone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psycopg
+from psycopg import sql
+from psycopg.abc import Query
+from psycopg.rows import TupleRow
+from pydantic import Field, SecretStr
+
+from cdc.change import OFFSET_BITS, Change, Row, Slice, Table
+from cdc.config import Seconds, Secret, SinkSettings
+from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
+from cdc.sink import Claim, Entry, Written
+from sinks.types import Kind, copy_writer, kind, parse, postgres_column, postgres_read_cast
+
+VERSION = "_cdc_version"
+_GONE = "_cdc_gone"
+_NAME_BYTES = 63  # PostgreSQL cuts longer identifiers without an error
+_ROWS_PER_FETCH = 5_000
+
+_LEDGER = sql.SQL("""
+    CREATE TABLE {ledger} (
+        sink text NOT NULL,
+        topic text NOT NULL,
+        partition integer NOT NULL,
+        token bigint NOT NULL,
+        topic_id text NOT NULL DEFAULT '',
+        generation integer NOT NULL DEFAULT 0,
+        partitions integer NOT NULL DEFAULT 0,
+        next_offset bigint,
+        PRIMARY KEY (sink, topic, partition)
+    )""")
+_CLAIM = sql.SQL("""
+    INSERT INTO {ledger} AS line (sink, topic, partition, token) VALUES (%s, '', -1, 1)
+    ON CONFLICT (sink, topic, partition) DO UPDATE SET token = line.token + 1
+    RETURNING token""")
+_FENCE = sql.SQL("UPDATE {ledger} SET token = %s WHERE sink = %s AND topic <> ''")
+_ENTRIES = sql.SQL("""
+    SELECT topic, partition, topic_id, generation, partitions, next_offset
+    FROM {ledger} WHERE sink = %s AND topic <> ''""")
+_LOCK = sql.SQL("""
+    SELECT token, generation, next_offset FROM {ledger}
+    WHERE sink = %s AND topic = %s AND partition = %s FOR UPDATE""")
+_CLEAR = sql.SQL("DELETE FROM {ledger} WHERE sink = %s AND topic <> ''")
+_ASSIGN = sql.SQL("""
+    INSERT INTO {ledger}
+        (sink, topic, partition, token, topic_id, generation, partitions, next_offset)
+    VALUES (%s, %s, %s, %s, %s, %s, %s, %s)""")
+_MOVE = sql.SQL("""
+    UPDATE {ledger} SET next_offset = %s WHERE sink = %s AND topic = %s AND partition = %s""")
+_STAGE = sql.SQL("CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({columns}) ON COMMIT DELETE ROWS")
+_COPY = sql.SQL("COPY {stage} ({columns}) FROM STDIN")
+_UPSERT = sql.SQL("""
+    INSERT INTO {target} AS held ({columns})
+    SELECT {columns} FROM {stage} WHERE NOT {gone} ORDER BY {key}
+    ON CONFLICT ({key}) DO UPDATE SET {changes}
+    WHERE held.{version} < excluded.{version}""")
+_DELETE = sql.SQL("""
+    DELETE FROM {target} AS held USING {stage} AS stage
+    WHERE stage.{gone} AND {same_key} AND held.{version} < stage.{version}""")
+_HELD = sql.SQL("""
+    SELECT attname, format_type(atttypid, atttypmod), coalesce(attnum = ANY (key.indkey), false)
+    FROM pg_attribute
+    LEFT JOIN pg_index AS key ON key.indrelid = attrelid AND key.indisprimary
+    WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped""")
+_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+# A source column may be widened; its mirror follows. Text takes everything.
+_WIDER = {
+    "smallint": ("integer", "bigint", "numeric"),
+    "integer": ("bigint", "numeric"),
+    "bigint": ("numeric",),
+    "real": ("double precision",),
+    "bpchar": ("character varying",),
+}
+
+# What COPY reads as something else. Only types that can hold such characters pay for it.
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
+_PLAIN_KINDS = {
+    *(Kind.INTEGER, Kind.NUMERIC, Kind.MONEY, Kind.FLOAT, Kind.REAL, Kind.BOOLEAN, Kind.UUID),
+    *(Kind.BITS, Kind.DATE, Kind.TIME, Kind.TIMETZ, Kind.TIMESTAMP, Kind.TIMESTAMPTZ),
+    *(Kind.INTERVAL, Kind.POINT),
+}
+
+# libpq tells no SQLSTATE when a connection fails. Where the server speaks another language, these
+# do not match and the sink keeps trying, with the server's own words in its log.
+_NOT_LET_IN = re.compile(
+    r"authentication failed|no password supplied|does not exist|no pg_hba\.conf entry"
+    r"|permission denied|not permitted to log in|does not support SSL|certificate"
+)
+_COPY_PLACE = re.compile(r'COPY [^,]+, line (\d+)(?:, column ("[^"]+"|[^:]+))?')
+
+
+# Text as the reader of `rows` expects it. With hash and merge joins off, a delete looks its keys up
+# in the index even when nothing is known of the staging table. A writer that was cut off must not
+# hold its lock for ever.
+_SESSION = (
+    "-c DateStyle=ISO -c IntervalStyle=iso_8601 -c TimeZone=UTC -c extra_float_digits=1 "
+    "-c bytea_output=hex -c enable_hashjoin=off -c enable_mergejoin=off -c lock_timeout=30s "
+    "-c idle_in_transaction_session_timeout=60s -c statement_timeout={timeout_ms}"
+)
+
+# Classes: connection, resources, shutdown. States: serialization failure, deadlock, lock not
+# available, read-only (the address still points at the old primary), cancelled by a timeout.
+_PASSING = ("08", "53", "57P")
+_PASSING_STATES = {"40001", "40P01", "55P03", "25006", "25P03", "57014"}
+
+
+class WarehouseSettings(SinkSettings):
+    type: Literal["postgres"]
+    host: str = "localhost"
+    port: int = Field(default=5432, gt=0, lt=65536)
+    database: str
+    user: str
+    password: Secret = SecretStr("")
+    sslmode: Literal["disable", "prefer", "require", "verify-ca", "verify-full"] = "prefer"
+    target_schema: str = Field(default="public", min_length=1, max_length=_NAME_BYTES)
+    connect_timeout: Seconds = 10.0
+    statement_timeout: Seconds = 120.0  # a slice takes well under a second
+
+
+def target_name(table: Table) -> str:
+    """The table's name in the target schema: `app.orders` is kept in `app_orders`.
+
+    No two tables share one: where the schema has an underscore or the name would be cut, eight
+    digits of a hash of the whole name are put at its end.
+    """
+    name = f"{table.schema}_{table.name}"
+    if "_" not in table.schema and len(name.encode()) <= _NAME_BYTES:
+        return name
+    digest = hashlib.sha256(table.full_name.encode()).hexdigest()[:8]
+    return f"{name.encode()[: _NAME_BYTES - 9].decode(errors='ignore')}_{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is worked out once per table and connection."""
+
+    copy: Query
+    upsert: Query
+    delete: Query
+    columns: tuple[tuple[str, Callable[[Any], str]], ...]
+    key: tuple[str, ...]
+
+    def lines(self, changes: Sequence[Change]) -> bytes:
+        """COPY's text for *changes*: the columns, the version, and whether the row is gone."""
+        return "".join(map(self._line, changes)).encode()
+
+    def _line(self, change: Change) -> str:
+        row, gone = change.row, "f"
+        if row is None:
+            row, gone = dict(zip(self.key, change.key, strict=True)), "t"
+        fields = [
+            "\\N" if (value := row.get(name)) is None else write(value)
+            for name, write in self.columns
+        ]
+        return "\t".join([*fields, str(change.version), gone]) + "\n"
+
+
+class WarehouseSink:
+    def __init__(self, settings: WarehouseSettings) -> None:
+        self.name = settings.name
+        self._settings = settings
+        self._connection: psycopg.Connection[TupleRow] | None = None
+        self._plans: dict[Table, _Plan] = {}
+        self._ledger = sql.Identifier(settings.target_schema, "cdc_ledger")
+        self._lock, self._move = (part.format(ledger=self._ledger) for part in (_LOCK, _MOVE))
+
+    def prepare(self, tables: Mapping[str, Table]) -> None:
+        with self._transaction("prepare") as connection:
+            connection.execute("SET LOCAL statement_timeout = 0")  # a widened column is rewritten
+            connection.execute("SELECT pg_advisory_xact_lock(hashtext('cdc_ledger'))")
+            self._prepare_schema(connection)
+            names = [target_name(table) for table in tables.values()]
+            if len(set(names)) < len(set(tables.values())):
+                raise SinkUnusable(f"{self.name}: two source tables share one target table")
+            for table in tables.values():
+                self._prepare_table(connection, table)
+
+    def claim(self) -> Claim:
+        with self._transaction("claim") as connection:
+            claimed = connection.execute(_CLAIM.format(ledger=self._ledger), (self.name,))
+            token = int((claimed.fetchone() or (0,))[0])
+            connection.execute(_FENCE.format(ledger=self._ledger), (token, self.name))
+            lines = connection.execute(
+                _ENTRIES.format(ledger=self._ledger), (self.name,)
+            ).fetchall()
+        entries: dict[str, Entry] = {}
+        for topic, partition, topic_id, generation, partitions, next_offset in lines:
+            before = entries[topic].offsets if topic in entries else {}
+            offsets = {} if next_offset is None else {partition: next_offset}
+            entries[topic] = Entry(topic_id, generation, partitions, {**before, **offsets})
+        return Claim(token, entries)
+
+    def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
+        lines = [
+            (
+                *(self.name, topic, partition, token, entry.topic_id, entry.generation),
+                *(entry.partitions, entry.offsets.get(partition)),
+            )
+            for topic, entry in entries.items()
+            for partition in range(entry.partitions)
+        ]
+        with self._transaction("assign") as connection:
+            held = connection.execute(self._lock, (self.name, "", -1)).fetchone()
+            self._check(token, held)
+            connection.execute(_CLEAR.format(ledger=self._ledger), (self.name,))
+            connection.cursor().executemany(_ASSIGN.format(ledger=self._ledger), lines)
+
+    def write(self, token: int, piece: Slice) -> Written:
+        where = f"{piece.table.full_name} partition {piece.partition}"
+        line = (self.name, piece.topic, piece.partition)
+        fresh: list[Change] = []
+        with self._transaction(where, fresh) as connection:
+            plan = self._plan(connection, piece.table)
+            with connection.pipeline():
+                held = connection.execute(self._lock, line, prepare=True).fetchone()
+            _, generation, next_offset = self._check(token, held)
+            floor = (generation << OFFSET_BITS) | (next_offset or 0)
+            fresh += [change for change in piece.changes if change.version >= floor]
+            if fresh:
+                with connection.cursor() as cursor, cursor.copy(plan.copy) as copy:
+                    copy.write(plan.lines(fresh))
+            deletes = sum(change.row is None for change in fresh)
+            upserts = len(fresh) - deletes
+            refused = upserts
+            with connection.pipeline():
+                if upserts:
+                    upserted = connection.execute(plan.upsert, prepare=True)
+                if deletes:
+                    connection.execute(plan.delete, prepare=True)
+                if next_offset is None or next_offset < piece.next_offset:
+                    connection.execute(self._move, (piece.next_offset, *line), prepare=True)
+                connection.commit()
+            if upserts:
+                refused -= upserted.rowcount
+        applied = len(fresh) - refused
+        return Written(applied, len(piece.changes) - applied)
+
+    def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
+        columns = [
+            sql.SQL("{}::{}").format(sql.Identifier(column.name), sql.SQL(cast))
+            if (cast := postgres_read_cast(postgres_column(column.type)))
+            else sql.Identifier(column.name)
+            for column in table.columns
+        ]
+        query = sql.SQL("SELECT {}, {} FROM {}").format(
+            sql.Identifier(VERSION), sql.SQL(", ").join(columns), self._target(table)
+        )
+        names = [column.name for column in table.columns]
+        # Its own connection: who reads may take long, and must not stop who writes.
+        with self._errors(f"read {table.full_name}"), self._connect() as connection:
+            connection.execute("SET idle_in_transaction_session_timeout = 0")
+            with connection.cursor("cdc_rows") as cursor:
+                cursor.itersize = _ROWS_PER_FETCH
+                cursor.execute(query)
+                for version, *values in cursor:
+                    yield dict(zip(names, values, strict=True)), version
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        self._plans.clear()  # their temporary tables end with the connection
+        if connection is not None:
+            connection.close()
+
+    def _target(self, table: Table) -> sql.Identifier:
+        return sql.Identifier(self._settings.target_schema, target_name(table))
+
+    def _check(self, token: int, line: TupleRow | None) -> TupleRow:
+        if line is None:
+            raise SinkUnusable(
+                f"{self.name}: the ledger does not know this partition",
+                hint="the ledger was changed by hand, or the topic has grown; start cdc again",
+            )
+        if line[0] != token:
+            raise SinkFenced(f"{self.name}: token {token} is old, {line[0]} has taken over")
+        return line
+
+    def _prepare_schema(self, connection: psycopg.Connection[TupleRow]) -> None:
+        schema = self._settings.target_schema
+        known = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
+        if known.fetchone() is None:
+            connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
+        if not _held(connection, self._ledger):
+            connection.execute(_LEDGER.format(ledger=self._ledger))
+        right = "SELECT has_database_privilege(current_database(), 'TEMP')"
+        if (connection.execute(right).fetchone() or (False,))[0] is not True:
+            raise SinkUnusable(
+                f"{self.name}: {self._settings.user} may not create temporary tables",
+                hint=f"GRANT TEMPORARY ON DATABASE {self._settings.database} "
+                f"TO {self._settings.user}",
+            )
+        self._check_rights(connection, self._ledger, "cdc_ledger")
+
+    def _check_rights(
+        self, connection: psycopg.Connection[TupleRow], target: sql.Identifier, name: str
+    ) -> None:
+        row = connection.execute(
+            "SELECT " + ", ".join(f"has_table_privilege(%(name)s, '{each}')" for each in _RIGHTS),
+            {"name": target.as_string(connection)},
+        ).fetchone()
+        missing = [right for right, held in zip(_RIGHTS, row or (), strict=True) if not held]
+        if missing:
+            raise SinkUnusable(
+                f"{self.name}: {self._settings.user} lacks {', '.join(missing)} on {name}",
+                hint=f"GRANT {', '.join(missing)} ON {name} TO {self._settings.user}",
+            )
+
+    def _prepare_table(self, connection: psycopg.Connection[TupleRow], table: Table) -> None:
+        target, name = self._target(table), target_name(table)
+        if not table.key:
+            raise SinkUnusable(
+                f"{self.name}: {table.full_name} has no key", hint="add a primary key to the table"
+            )
+        if {VERSION, _GONE} & {column.name for column in table.columns}:
+            raise SinkUnusable(
+                f"{self.name}: {table.full_name} has a column named {VERSION} or {_GONE}",
+                hint="rename the column at the source",
+            )
+        held = _held(connection, target)
+        if not held:
+            connection.execute(
+                sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({}))").format(
+                    target,
+                    _definitions(table, sql.SQL(" bigint NOT NULL")),
+                    sql.SQL(", ").join(map(sql.Identifier, table.key)),
+                )
+            )
+            return
+        if VERSION not in held or {n for n, (_, is_key) in held.items() if is_key} != {*table.key}:
+            raise SinkUnusable(
+                f"{self.name}: {name} exists, but without {VERSION} or with another key",
+                hint=f"move {name} away, or name another target_schema",
+            )
+        self._check_rights(connection, target, name)
+        for column in table.columns:
+            wanted = postgres_column(column.type)
+            if column.name not in held:
+                change = sql.SQL("ADD COLUMN {} {}").format(
+                    sql.Identifier(column.name), sql.SQL(wanted)
+                )
+            elif (before := held[column.name][0]) == wanted:
+                continue
+            elif wanted in (*_WIDER.get(before, ()), "text"):
+                change = sql.SQL("ALTER COLUMN {0} TYPE {1} USING {0}::{1}").format(
+                    sql.Identifier(column.name), sql.SQL(wanted)
+                )
+            else:
+                raise SinkUnusable(
+                    f"{self.name}: {name}.{column.name} is {before} and should be {wanted}",
+                    hint=f"drop {name} and its lines in cdc_ledger; it is then filled again",
+                )
+            connection.execute(sql.SQL("ALTER TABLE {} {}").format(target, change))
+
+    def _plan(self, connection: psycopg.Connection[TupleRow], table: Table) -> _Plan:
+        found = self._plans.get(table)
+        if found is not None:
+            return found
+        stage = sql.Identifier("pg_temp", f"cdc_stage_{len(self._plans)}")
+        columns = [*(column.name for column in table.columns), VERSION]
+        names = sql.SQL(", ").join(map(sql.Identifier, columns))
+        parts = {
+            "stage": stage,
+            "target": self._target(table),
+            "gone": sql.Identifier(_GONE),
+            "version": sql.Identifier(VERSION),
+            "columns": names,
+            "key": sql.SQL(", ").join(map(sql.Identifier, table.key)),
+            "changes": sql.SQL(", ").join(
+                sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name))
+                for name in columns
+                if name not in table.key
+            ),
+            "same_key": sql.SQL(" AND ").join(
+                sql.SQL("held.{0} = stage.{0}").format(sql.Identifier(name)) for name in table.key
+            ),
+        }
+        flag = sql.SQL(" bigint, {} boolean").format(sql.Identifier(_GONE))
+        connection.execute(_STAGE.format(stage=stage, columns=_definitions(table, flag)))
+        connection.commit()
+        with_flag = sql.SQL(", ").join([names, sql.Identifier(_GONE)])
+        plan = _Plan(
+            copy=_COPY.format(stage=stage, columns=with_flag),
+            upsert=_UPSERT.format(**parts),
+            delete=_DELETE.format(**parts),
+            columns=tuple((column.name, _field_writer(column.type)) for column in table.columns),
+            key=table.key,
+        )
+        self._plans[table] = plan
+        return plan
+
+    def _connect(self) -> psycopg.Connection[TupleRow]:
+        settings = self._settings
+        try:
+            return psycopg.connect(
+                host=settings.host,
+                port=settings.port,
+                dbname=settings.database,
+                user=settings.user,
+                password=settings.password.get_secret_value() or None,
+                sslmode=settings.sslmode,
+                connect_timeout=max(1, round(settings.connect_timeout)),
+                application_name=f"cdc-{self.name}",
+                client_encoding="UTF8",
+                keepalives_idle=30,
+                tcp_user_timeout=30_000,
+                options=_SESSION.format(timeout_ms=round(settings.statement_timeout * 1000)),
+            )
+        except psycopg.OperationalError as error:
+            where = f"{self.name}: PostgreSQL at {settings.host}:{settings.port}"
+            text = " ".join(str(error).split())  # of the connection; there is no row in it
+            if _NOT_LET_IN.search(text):
+                raise SinkUnusable(
+                    f"{where} does not let us in: {text}",
+                    hint="check user, password, database and sslmode of the sink, "
+                    "and pg_hba.conf of the server",
+                ) from None
+            raise SinkUnavailable(f"{where} is not reachable: {text}") from None
+
+    @contextmanager
+    def _transaction(
+        self, doing: str, changes: Sequence[Change] = ()
+    ) -> Iterator[psycopg.Connection[TupleRow]]:
+        """The connection, in a transaction that is committed at the end or undone."""
+        if self._connection is None or self._connection.closed:
+            self.close()
+            self._connection = self._connect()
+        connection = self._connection
+        try:
+            with self._errors(doing, changes):
+                yield connection
+                connection.commit()
+        except BaseException:
+            try:
+                connection.rollback()
+            except psycopg.Error:
+                self.close()
+            raise
+
+    @contextmanager
+    def _errors(self, doing: str, changes: Sequence[Change] = ()) -> Iterator[None]:
+        """Turn the driver's errors into ours. Its texts quote rows, so they stay behind."""
+        try:
+            yield
+        except psycopg.Error as error:
+            raise self._translated(error, doing, changes) from None
+
+    def _translated(self, error: psycopg.Error, doing: str, changes: Sequence[Change]) -> SinkError:
+        state, diag = error.sqlstate or "", error.diag
+        place = [
+            f"{what} {value}"
+            for what, value in (
+                ("table", diag.table_name),
+                ("column", diag.column_name),
+                ("constraint", diag.constraint_name),
+            )
+            if value
+        ]
+        if found := _COPY_PLACE.match(diag.context or ""):
+            place += [f"column {found[2]}"] if found[2] else []
+            at = int(found[1]) - 1
+            place += [f"offset {change.offset}" for change in changes[at : at + 1]]
+        named = f" ({', '.join(place)})" if place else ""
+        message = f"{self.name}: {doing}: {type(error).__name__} {state}".rstrip() + named
+        is_cut_off = not state and isinstance(error, psycopg.OperationalError)
+        if is_cut_off or state.startswith(_PASSING) or state in _PASSING_STATES:
+            return SinkUnavailable(message)
+        return SinkUnusable(message, hint=_hint(state))
+
+
+def _hint(state: str) -> str:
+    match state[:2]:
+        case "28":
+            return "check user and password of the sink"
+        case "42" if state == "42501":
+            return "the sink's user lacks a right; the table or schema must belong to it"
+        case "42":
+            return "the target was changed by another hand; start cdc again to prepare it anew"
+        case "22" | "23":
+            return "the target cannot hold a value of the source; compare the two column types"
+        case _:
+            return "look into the server's log for this moment"
+
+
+def _definitions(table: Table, after_version: sql.SQL | sql.Composed) -> sql.Composed:
+    columns = [
+        sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(postgres_column(column.type)))
+        for column in table.columns
+    ]
+    return sql.SQL(", ").join([*columns, sql.Identifier(VERSION) + after_version])
+
+
+def _held(
+    connection: psycopg.Connection[TupleRow], target: sql.Identifier
+) -> dict[str, tuple[str, bool]]:
+    """The columns of *target*, each with its type and whether it is part of the key."""
+    found = connection.execute(_HELD, (target.as_string(connection),)).fetchall()
+    return {
+        name: (re.sub(r"^character(?=$|\[)", "bpchar", type_), is_key)
+        for name, type_, is_key in found
+    }
+
+
+def _field_writer(pg_type: str) -> Callable[[Any], str]:
+    write = copy_writer(pg_type)
+    if kind(pg_type) in _PLAIN_KINDS and not parse(pg_type).is_array:
+        return write
+    if kind(pg_type) is Kind.TEXT:
+        return lambda value: (value if type(value) is str else write(value)).translate(_ESCAPES)
+    return lambda value: write(value).translate(_ESCAPES)
