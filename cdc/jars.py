@@ -1,8 +1,8 @@
 """Pinned Maven artefacts -> checked files in a per-user cache.
 
-A list names every artefact with its sha256; nothing is resolved transitively. The fetching itself is
-done by the Ivy that pyspark ships, a few processes at once. A file enters the cache by rename and only
-after its sha256 was checked, so an interrupted fetch goes on with what is still missing.
+A list names every artefact with its sha256; nothing is resolved transitively. The Ivy that pyspark
+ships does the fetching, a few processes at once. A file enters the cache by rename and only after
+its sha256 was checked, so an interrupted fetch goes on with what is still missing.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def fetch(
     """
     missing = _missing(artefacts, cache)
     if missing:
-        with _cache_lock(cache):
+        with cache_lock(cache):
             missing = _missing(missing, cache)
             _fetch_missing(missing, cache, on_progress, download or ivy)
     return [cached_path(artefact, cache) for artefact in artefacts]
@@ -200,7 +200,8 @@ def _missing(artefacts: Sequence[Artefact], cache: Path) -> list[Artefact]:
 
 
 @contextlib.contextmanager
-def _cache_lock(cache: Path) -> Iterator[None]:
+def cache_lock(cache: Path) -> Iterator[None]:
+    """Hold the cache for changes; whoever else wants to change it waits."""
     with contextlib.ExitStack() as held:
         try:
             make_dir(cache)

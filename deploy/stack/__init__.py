@@ -6,7 +6,8 @@ Everything a stack writes lies under one directory ($CDC_STACK_DIR), so two stac
 directories and ports run side by side. The archives are shared in the cache.
 """
 
-from deploy.stack.runner import Event, Stack, Status
+from deploy.stack.runner import Stack, Status
 from deploy.stack.settings import Ports, StackError
+from deploy.stack.starting import Event
 
 __all__ = ["Event", "Ports", "Stack", "StackError", "Status"]

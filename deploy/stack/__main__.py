@@ -83,9 +83,7 @@ def logs(name: str, lines: int, is_following: bool) -> None:
                 for line in follow(file):
                     click.echo(line, nl=False)
     except FileNotFoundError:
-        raise CdcError(
-            f"{name} has no log", hint="Start it: python -m deploy.stack up"
-        ) from None
+        raise CdcError(f"{name} has no log", hint="Start it: python -m deploy.stack up") from None
 
 
 @cli.command()

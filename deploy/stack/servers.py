@@ -1,148 +1,51 @@
-"""The five servers: how each is prepared, started, asked whether it is ready, and stopped.
-
-A server knows its own files, settings and protocol; the order of things and the processes belong to
-the runner. Commands run in the stack's directory, so settings hold relative paths where they can.
-"""
+"""The five servers: how each is prepared, started and asked whether it is ready."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 import psycopg
 import redis
-import requests
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
-from cdc.jars import Artefact, make_dir, read_list
+from cdc.jars import Artefact, make_dir
 from deploy.stack import fetch
-from deploy.stack.process import User
+from deploy.stack.probe import ASK_TIMEOUT_S, ask, check_port
+from deploy.stack.server import NotReady, Place, RunTool, Server, properties
 from deploy.stack.settings import HOST, StackError
 
 PG_USER = "postgres"
 PG_DATABASE = "shop"
 DEBEZIUM_CLASS = "io.debezium.connector.postgresql.PostgresConnector"
-ASK_TIMEOUT_S = 5.0
 REDIS_MINIMUM = (6, 2)
 
-_JAVA_FLAGS = ("-XX:+UseSerialGC", "-Xshare:auto", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError")
+_JAVA_FLAGS = (
+    "-XX:+UseSerialGC",
+    "-Xshare:auto",
+    "-XX:-UsePerfData",
+    "-XX:+ExitOnOutOfMemoryError",
+)
 # A tool that runs for a second has no use for the optimising compiler.
 _TOOL_FLAGS = (*_JAVA_FLAGS, "-XX:TieredStopAtLevel=1", "-Xmx256m")
 
 
-class NotReady(Exception):  # noqa: N818  # a state that is expected for a while, not an error
-    """The server does not do its work yet; the text says what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one stack's servers live, and how to run a helper there."""
-
-    directory: Path
-    ports: Mapping[str, int]
-    user: User | None
-    java: Path | None
-    # Runs a command to its end as the given user, with its output in the server's log.
-    run: Callable[[Server, list[str], Mapping[str, str]], None]
-
-    def conf(self, name: str) -> Path:
-        return self.directory / "conf" / name
-
-    def data(self, name: str) -> Path:
-        return self.directory / "data" / name
-
-    def password(self) -> str:
-        return password_path(self.directory).read_text(encoding="ascii").strip()
-
-    def own(self, *paths: Path) -> None:
-        """Give *paths* to the unprivileged user, if there is one."""
-        if self.user:
-            for path in paths:
-                os.chown(path, self.user.uid, self.user.gid)
-
-
-class Server(Protocol):
-    """What the runner needs to know about a server."""
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    port: ClassVar[str]  # the variable of the port that clients use
-    ports: ClassVar[tuple[str, ...]]
-    needs: ClassVar[tuple[str, ...]]
-    is_java: ClassVar[bool]
-    refuses_root: ClassVar[bool]
-    stop_signal: ClassVar[signal.Signals]
-
-    def artefacts(self) -> list[Artefact]:
-        """What must be fetched before this server can start; empty when all is there."""
-
-    def unpack(self) -> None:
-        """Unpack archives into the cache. Safe to repeat."""
-
-    def prepare(self, place: Place) -> None:
-        """Write settings and make the data directory. Safe to repeat, also after a kill."""
-
-    def command(self, place: Place) -> list[str]: ...
-
-    def environ(self, place: Place) -> dict[str, str]: ...
-
-    def check(self, place: Place) -> None:
-        """Return when the server does its work; raise NotReady otherwise."""
-
-
-def password_path(directory: Path) -> Path:
-    return directory / "postgres.password"
-
-
-def make_password(directory: Path) -> None:
-    """Write PostgreSQL's password once, readable only by whoever runs the stack."""
-    path = password_path(directory)
-    if path.exists():
-        return
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # noqa: PTH123
-        file.write(secrets.token_urlsafe(18) + "\n")
-    fresh.replace(path)
-
-
-def properties(values: Mapping[str, object]) -> str:
-    """Java properties: backslashes and everything outside ASCII must be escaped."""
-    lines = []
-    for key, value in values.items():
-        text = str(value).replace("\\", "\\\\")
-        text = text.encode("utf-16-be", "surrogatepass").decode("utf-16-be")
-        escaped = "".join(
-            c if c.isascii() else "".join(f"\\u{u:04x}" for u in _utf16(c)) for c in text
-        )
-        lines.append(f"{key}={escaped}\n")
-    return "".join(lines)
-
-
-def _utf16(character: str) -> list[int]:
-    data = character.encode("utf-16-be")
-    return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
-
-
-class PostgreSQL:
+class PostgreSQL(Server):
     name = "postgres"
     title = "PostgreSQL"
     port = "CDC_PG_PORT"
     ports = (port,)
-    needs = ()
-    is_java = False
     refuses_root = True
     # SIGTERM would wait for every client to leave.
     stop_signal = signal.SIGINT
@@ -153,7 +56,7 @@ class PostgreSQL:
     def unpack(self) -> None:
         fetch.unpacked(fetch.POSTGRES)
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: Place, run_tool: RunTool) -> None:
         data = place.data(self.name)
         if data.is_dir():
             return
@@ -170,7 +73,7 @@ class PostgreSQL:
             *(f"--username={PG_USER}", "--pwfile=data/postgres.new/password"),
             *("--auth=scram-sha-256", "--no-instructions"),
         ]
-        place.run(self, initdb, {})
+        run_tool(initdb)
         (scratch / "data").rename(data)
         shutil.rmtree(scratch)
 
@@ -193,9 +96,6 @@ class PostgreSQL:
         }
         options = [f"--{key}={value}" for key, value in settings.items()]
         return [str(self._bin("postgres")), "-D", f"data/{self.name}", *options]
-
-    def environ(self, place: Place) -> dict[str, str]:  # noqa: ARG002
-        return {}
 
     def check(self, place: Place) -> None:
         """Answer a query with the password, and have the database."""
@@ -223,29 +123,21 @@ class PostgreSQL:
         return fetch.unpacked(fetch.POSTGRES) / "bin" / program
 
 
-class Kafka:
+class Kafka(Server):
     name = "kafka"
     title = "Kafka"
     port = "CDC_KAFKA_PORT"
     ports = (port, "CDC_KAFKA_CONTROLLER_PORT")
-    needs = ()
     is_java = True
-    refuses_root = False
-    stop_signal = signal.SIGTERM
 
     def artefacts(self) -> list[Artefact]:
-        return read_list(fetch.LISTS / "kafka-connect.txt")
+        return fetch.kafka_artefacts()
 
-    def unpack(self) -> None:
-        """Jars run as they are."""
-
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: Place, run_tool: RunTool) -> None:
         conf = place.conf(self.name)
         make_dir(conf)
         (conf / "log4j2.properties").write_text(_log4j("%d %p %m (%c)%n"), encoding="ascii")
-        (conf / "server.properties").write_text(
-            properties(self._settings(place)), encoding="ascii"
-        )
+        (conf / "server.properties").write_text(properties(self._settings(place)), encoding="ascii")
         # Written after the format, so a format that was cut short is done again.
         formatted = place.data(f"{self.name}.formatted")
         if formatted.exists():
@@ -259,7 +151,7 @@ class Kafka:
             *(str(place.java), *_TOOL_FLAGS, *_log4j_flag(self.name), "kafka.tools.StorageTool"),
             *("format", "-t", cluster, "-c", f"conf/{self.name}/server.properties"),
         ]
-        place.run(self, tool, self.environ(place))
+        run_tool(tool)
         formatted.touch()
 
     def _settings(self, place: Place) -> dict[str, object]:
@@ -298,7 +190,7 @@ class Kafka:
 
     def check(self, place: Place) -> None:
         """Answer an admin request with a broker that has a leader to talk to."""
-        _check_port(place.ports[self.port])
+        check_port(place.ports[self.port])
         silent = {"log_level": 0, "socket.timeout.ms": int(ASK_TIMEOUT_S * 1000)}
         address = f"{HOST}:{place.ports[self.port]}"
         try:
@@ -310,29 +202,25 @@ class Kafka:
             raise NotReady("no broker has registered")
 
 
-class Connect:
+class Connect(Server):
     name = "connect"
     title = "Kafka Connect"
     port = "CDC_CONNECT_PORT"
     ports = (port,)
     needs = ("kafka",)
     is_java = True
-    refuses_root = False
-    stop_signal = signal.SIGTERM
 
     def artefacts(self) -> list[Artefact]:
-        return [*Kafka().artefacts(), *_missing_archives(fetch.DEBEZIUM)]
+        return [*fetch.kafka_artefacts(), *_missing_archives(fetch.DEBEZIUM)]
 
     def unpack(self) -> None:
         fetch.unpacked(fetch.DEBEZIUM)
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: Place, run_tool: RunTool) -> None:  # noqa: ARG002
         conf = place.conf(self.name)
         make_dir(conf)
         (conf / "log4j2.properties").write_text(_log4j("%d %p %X{connector.context}%m (%c)%n"))
-        (conf / "worker.properties").write_text(
-            properties(self._settings(place)), encoding="ascii"
-        )
+        (conf / "worker.properties").write_text(properties(self._settings(place)), encoding="ascii")
 
     def _settings(self, place: Place) -> dict[str, object]:
         json_converter = "org.apache.kafka.connect.json.JsonConverter"
@@ -372,21 +260,19 @@ class Connect:
     def check(self, place: Place) -> None:
         """List connectors, which needs a joined worker, and know the Debezium plugin."""
         base = f"http://{HOST}:{place.ports[self.port]}"
-        _ask(f"{base}/connectors")
-        plugins = _ask(f"{base}/connector-plugins")
+        ask(f"{base}/connectors")
+        plugins = ask(f"{base}/connector-plugins")
         if DEBEZIUM_CLASS not in plugins:
             raise NotReady("the Debezium plugin is not loaded")
 
 
-class Elasticsearch:
+class Elasticsearch(Server):
     name = "elasticsearch"
     title = "Elasticsearch"
     port = "CDC_ES_PORT"
     ports = (port, "CDC_ES_TRANSPORT_PORT")
-    needs = ()
     is_java = True
     refuses_root = True
-    stop_signal = signal.SIGTERM
 
     def artefacts(self) -> list[Artefact]:
         return _missing_archives(fetch.ELASTICSEARCH)
@@ -394,7 +280,7 @@ class Elasticsearch:
     def unpack(self) -> None:
         fetch.unpacked(fetch.ELASTICSEARCH)
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: Place, run_tool: RunTool) -> None:  # noqa: ARG002
         conf, data = place.conf(self.name), place.data(self.name)
         tmp = place.data("elasticsearch.tmp")
         shutil.rmtree(tmp, ignore_errors=True)
@@ -440,28 +326,21 @@ class Elasticsearch:
     def check(self, place: Place) -> None:
         """Be a cluster with a master and every primary active."""
         base = f"http://{HOST}:{place.ports[self.port]}"
-        health = _ask(f"{base}/_cluster/health?wait_for_status=yellow&timeout=2s")
+        health = ask(f"{base}/_cluster/health?wait_for_status=yellow&timeout=2s")
         if json.loads(health).get("timed_out"):
             raise NotReady("the cluster is red")
 
 
-class Redis:
+class Redis(Server):
     name = "redis"
     title = "Redis"
     port = "CDC_REDIS_PORT"
     ports = (port,)
-    needs = ()
-    is_java = False
-    refuses_root = False
-    stop_signal = signal.SIGTERM
-
-    def artefacts(self) -> list[Artefact]:
-        return []
 
     def unpack(self) -> None:
         _redis_program()
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: Place, run_tool: RunTool) -> None:  # noqa: ARG002
         make_dir(place.data(self.name))
 
     def command(self, place: Place) -> list[str]:
@@ -472,12 +351,9 @@ class Redis:
             *("--set-proc-title", "no"),
         ]
 
-    def environ(self, place: Place) -> dict[str, str]:  # noqa: ARG002
-        return {}
-
     def check(self, place: Place) -> None:
         client = redis.Redis(
-            HOST, place.ports[self.port], socket_timeout=ASK_TIMEOUT_S, retry=None
+            HOST, place.ports[self.port], socket_timeout=ASK_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
         )
         try:
             client.ping()
@@ -523,30 +399,6 @@ def _log4j(pattern: str) -> str:
 def _yaml(settings: Mapping[str, object]) -> str:
     # Every JSON value is a YAML value, quoting included.
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
-
-
-def _check_port(port: int) -> None:
-    import socket
-
-    try:
-        socket.create_connection((HOST, port), ASK_TIMEOUT_S).close()
-    except OSError as error:
-        raise NotReady(f"port {port}: {(error.strerror or 'no answer').lower()}") from error
-
-
-def _ask(url: str) -> str:
-    try:
-        # Loopback is never behind the proxy that the environment may name.
-        with requests.Session() as session:
-            session.trust_env = False
-            answer = session.get(url, timeout=ASK_TIMEOUT_S)
-    except requests.ConnectionError as error:
-        raise NotReady("the port is closed") from error
-    except requests.RequestException as error:
-        raise NotReady(f"no answer: {type(error).__name__}") from error
-    if answer.status_code != requests.codes.ok:
-        raise NotReady(f"HTTP {answer.status_code}")
-    return answer.text
 
 
 def _redis_program() -> Path:

@@ -11,7 +11,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,16 +100,18 @@ class Settings:
 def resolve_ports(
     wanted: Mapping[str, int], remembered: Mapping[str, int], in_use: frozenset[str] = frozenset()
 ) -> dict[str, int]:
-    """Decide every port. Variables *in_use* belong to running servers: theirs stay as remembered."""
+    """Decide every port. Those *in_use* by running servers stay as they are remembered."""
     ports: dict[str, int] = {}
+    avoid = {*wanted.values(), *remembered.values()}
     for variable, default in DEFAULT_PORTS.items():
         asked = wanted.get(variable)
         known = remembered.get(variable)
         if variable in in_use and known:
             ports[variable] = known
         elif asked == 0:
-            is_good = known and known in FREE_PORTS and is_free(known)
-            ports[variable] = known if known and is_good else pick_free(frozenset(ports.values()))
+            is_good = known in FREE_PORTS and not port_problem(known or 0)
+            ports[variable] = known if known and is_good else pick_free(avoid)
+            avoid.add(ports[variable])
         else:
             ports[variable] = asked or known or default
     return ports
@@ -125,22 +127,21 @@ def check_distinct(ports: Mapping[str, int]) -> None:
         seen[port] = variable
 
 
-def is_free(port: int) -> bool:
+def port_problem(port: int) -> str:
+    """Why a server could not listen on *port*; empty when it could."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As the servers do: connections of a server that just stopped are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise
-    return True
+            return "is taken" if error.errno == errno.EADDRINUSE else "cannot be used by this user"
+    return ""
 
 
-def pick_free(avoid: frozenset[int]) -> int:
+def pick_free(avoid: Collection[int]) -> int:
     for port in random.sample(FREE_PORTS, len(FREE_PORTS)):
-        if port not in avoid and is_free(port):
+        if port not in avoid and not port_problem(port):
             return port
     raise StackError(
         f"no port between {FREE_PORTS.start} and {FREE_PORTS.stop} is free",
