@@ -349,6 +349,10 @@ def _bits(value: Any, width: int) -> str:
 def _array_literal(value: Any, write: Callable[[Any], str]) -> str:
     if isinstance(value, str):
         return value
+    if write is _plain and value and set(map(type, value)) == {str}:
+        text = "\0".join(value)  # PostgreSQL's text holds no NUL
+        text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
+        return f'{{"{text}"}}'
     parts = []
     for each in value:
         if each is None:
@@ -363,8 +367,8 @@ def _array_literal(value: Any, write: Callable[[Any], str]) -> str:
 
 def _postgres_time(zone: str, of_date: bool) -> Callable[[Any], str]:
     def write(value: Any) -> str:
-        if type(value) is str and _COMMON_TIME.match(value):
-            return value if zone else value.removesuffix("Z")
+        if type(value) is str and value[4:5] == "-":  # a year of four digits, in our era
+            return value  # PostgreSQL ignores a zone that its type has not
         stamp = _stamp(value, zoned=bool(zone), of_date=of_date)
         if isinstance(stamp, str):
             return stamp
@@ -553,7 +557,6 @@ def _hstore(value: Any) -> Hashable:
     return _json(value)
 
 
-_COMMON_TIME = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?)?Z?\Z")
 _TIME = re.compile(
     r"(?P<year>[+-]?\d{4,})-(?P<month>\d\d)-(?P<day>\d\d)"
     r"(?:[T ](?P<clock>\d\d:\d\d(?::\d\d(?:\.\d+)?)?))?"
