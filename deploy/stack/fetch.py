@@ -99,8 +99,12 @@ def _open_up(home: Path) -> None:
             path.chmod(mode | (0o555 if path.is_dir() or mode & 0o100 else 0o444))
 
 
+def unpacked_root() -> Path:
+    return cache_dir() / "unpacked"
+
+
 def unpacked_path(artefact: Artefact) -> Path:
-    return cache_dir() / "unpacked" / f"{artefact.name}-{artefact.version}-{artefact.sha256[:8]}"
+    return unpacked_root() / f"{artefact.name}-{artefact.version}-{artefact.sha256[:8]}"
 
 
 def _unpack_postgres(archive: Path, target: Path) -> None:

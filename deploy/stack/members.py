@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.stack import process
+from deploy.stack.fetch import unpacked_root
 from deploy.stack.process import Process
 from deploy.stack.server import Place, Server
 from deploy.stack.settings import STOP_TIMEOUT_S, StackError
@@ -29,10 +30,14 @@ class Members:
         return process.recorded(self._record(server))
 
     def all(self, server: Server) -> list[Process]:
-        """The recorded process and everything that carries its mark."""
-        found = process.marked(server.name, self.directory)
+        """The recorded process, its helpers and its children, also those that lost their parent."""
         main = self.main(server)
-        return found if main is None or main in found else [main, *found]
+        found = [
+            *([main] if main else []),
+            *process.marked(server.name, self.directory),
+            *process.working_in(self.directory / "data" / server.name, unpacked_root()),
+        ]
+        return list(dict.fromkeys(found))
 
     def launch(self, server: Server, place: Place) -> Process:
         started = self._start(server, server.command(place), place)

@@ -2,7 +2,8 @@
 
 A process is ours when its pid, its start time and the machine's boot are the recorded ones, or when
 its environment carries our mark. The mark also finds what a killed runner had no time to record,
-and the children of a server. Nothing is ever stopped by name.
+and the children of a server. PostgreSQL's children write over their environment: they are known by
+where they work and by the program they run. Nothing is ever stopped by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pwd
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -146,16 +147,30 @@ def start(
 def marked(name: str, directory: Path) -> list[Process]:
     """Every living process that carries the mark of this server of this stack."""
     wanted = os.fsencode(mark(name, directory))
+    return _find(lambda entry: wanted in (entry / "environ").read_bytes().split(b"\0"))
+
+
+def working_in(directory: Path, programs: Path) -> list[Process]:
+    """Every living process that runs a program from below *programs* in *directory*."""
+    return _find(
+        lambda entry: (
+            (entry / "cwd").readlink() == directory
+            and (entry / "exe").readlink().is_relative_to(programs)
+        )
+    )
+
+
+def _find(is_wanted: Callable[[Path], bool]) -> list[Process]:
     found = []
     for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environ = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if wanted in environ.split(b"\0") and (process := Process.of(int(entry.name))):
-            found.append(process)
+        # A process that is not ours to look at, or gone by now, is no member.
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and is_wanted(entry)
+                and (process := Process.of(int(entry.name)))
+            ):
+                found.append(process)
     return found
 
 

@@ -59,6 +59,9 @@ class PostgreSQL(Server):
     def prepare(self, place: Place, run_tool: RunTool) -> None:
         data = place.data(self.name)
         if data.is_dir():
+            # None of ours lives. PostgreSQL would look at the pid alone, which a zombie or a
+            # stranger may have by now, and refuse to start.
+            (data / "postmaster.pid").unlink(missing_ok=True)
             return
         scratch = data.with_name("postgres.new")
         shutil.rmtree(scratch, ignore_errors=True)

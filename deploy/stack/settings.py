@@ -152,11 +152,9 @@ def pick_free(avoid: Collection[int]) -> int:
 def remembered_ports(directory: Path) -> dict[str, int]:
     try:
         data = json.loads((directory / "ports.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return {name: int(data[name]) for name in DEFAULT_PORTS if name in data}
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return {}
-    if not isinstance(data, dict):
-        return {}
-    return {name: int(port) for name, port in data.items() if name in DEFAULT_PORTS}
 
 
 def remember_ports(directory: Path, ports: Mapping[str, int]) -> None:
