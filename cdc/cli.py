@@ -94,10 +94,13 @@ def _run(config: Config, *, once: bool) -> list[CdcError]:
     for number in (signal.SIGTERM, signal.SIGINT):  # after Spark, which installs its own
         signal.signal(number, lambda *_: stop.set())
     try:
-        threads = supervisor.run(spark, config, outside, stop, once=once)
+        threads = [
+            supervisor.SinkThread(spark, config, sink, outside, once=once) for sink in config.sinks
+        ]
+        supervisor.run(threads, config.run, stop)
     finally:
         spark.stop()
-    return [thread.status.error for thread in threads if thread.failed and thread.status.error]
+    return [t.status.error for t in threads if t.status.state == "failed" and t.status.error]
 
 
 @main.group()
@@ -113,14 +116,7 @@ def apply(path: Path, *, as_json: bool) -> None:
     """Create or update topics and connector, and wait until its task runs."""
     from connectors import lifecycle
 
-    done = lifecycle.apply(wiring.load_config(path))
-    if as_json:
-        click.echo(json.dumps({"changes": done.changes}))
-    elif done.changes:
-        for change in done.changes:
-            click.echo(change)
-    else:
-        click.echo("nothing to do")
+    _say(lifecycle.apply(wiring.load_config(path)).changes, as_json=as_json)
 
 
 @connectors.command()
@@ -154,19 +150,37 @@ def restart(path: Path) -> None:
 @connectors.command()
 @config_option
 @click.option("--drop-slot", is_flag=True, help="Also drop the replication slot and publication.")
-@click.option("--drop-log", is_flag=True, help="Also forget the position and delete the topics.")
+@click.option("--drop-topics", is_flag=True, help="Also delete the topics: the log itself.")
+@json_option
 @told
-def remove(path: Path, *, drop_slot: bool, drop_log: bool) -> None:
+def remove(path: Path, *, drop_slot: bool, drop_topics: bool, as_json: bool) -> None:
     """Remove the connector. Slot, publication and topics stay unless told otherwise."""
     from connectors import lifecycle
 
     config = wiring.load_config(path)
-    for line in lifecycle.remove(config, drop_slot=drop_slot, drop_log=drop_log):
-        click.echo(line)
+    _say(lifecycle.remove(config, drop_slot=drop_slot, drop_topics=drop_topics), as_json=as_json)
+
+
+def _say(changes: list[str], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"changes": changes}))
+        return
+    for change in changes or ["nothing to do"]:
+        click.echo(change)
 
 
 def _print_status(found: dict[str, Any]) -> None:
-    table = Table("connector", "part", "state", "worker", "reason")
-    for part in found["parts"]:
-        table.add_row(*(str(part.get(column.header) or "") for column in table.columns))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    parts = Table("connector", "state", "worker", "reason")
+    parts.add_row(found["connector"], found["state"], "", found["hint"])
+    for task in found["tasks"]:
+        number, worker = f"  task {task['id']}", task["worker"]
+        parts.add_row(number, task["state"], worker, task["reason"])
+    console.print(parts)
+    if slot := found["slot"]:
+        active = "active" if slot["active"] else "not active"
+        click.echo(f"slot {slot['name']}: {active}, {slot['lag_bytes']} bytes behind")
+    listing = Table("topic", "partitions", "records up to")
+    for topic in found["topics"]:
+        listing.add_row(topic["topic"], str(topic["partitions"]), str(topic["end"]))
+    console.print(listing)

@@ -36,6 +36,8 @@ def configure(level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)  # libraries may quote what they carry; only ours speak at info
+    # py4j prints the traceback of a failed batch, which the supervisor tells in one line.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
     logging.getLogger("cdc").setLevel(level.upper())
 
 

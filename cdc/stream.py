@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
+from pyspark.errors import PySparkException
 
 from cdc import writer
 from cdc.config import Kafka
@@ -81,8 +82,6 @@ class Stream:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end; True if the query has ended well. Raises what ended it otherwise."""
-        from pyspark.errors import PySparkException
-
         try:
             return bool(self._query.awaitTermination(cast("int", timeout_s)))  # floats do, too
         except PySparkException as error:
@@ -120,14 +119,16 @@ class Stream:
             started = time.monotonic()
             try:
                 reports = apply(frame)
-            except CdcError as error:
-                self._failure = error
-                raise
-            failed = [report.error for report in reports if report.error is not None]
+                failed = [report.error for report in reports if report.error is not None]
+                if not failed:
+                    self._on_batch(BatchDone(reports, time.monotonic() - started))
+            except PySparkException:
+                raise  # Spark's own: it comes out of the query by itself
+            except Exception as error:  # noqa: BLE001 - it goes home as data
+                failed = [writer.as_data(error, self._job.sink.name)]
             if failed:
                 self._failure = from_data(failed[0])
                 raise self._failure
-            self._on_batch(BatchDone(reports, time.monotonic() - started))
 
 
 def _source(spark: SparkSession, kafka: Kafka, job: Job, entries: Mapping[str, Entry]) -> DataFrame:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cdc.change import Table
-from cdc.config import Config, SinkSettings
+from cdc.config import Config, Run, SinkSettings
 from cdc.errors import CdcError
 from cdc.ledger import TopicState, plan
 from cdc.logs import logger
@@ -70,7 +70,7 @@ class SinkThread(threading.Thread):
         self._config = config
         self._outside = outside
         self._once = once
-        self._stop = threading.Event()
+        self._asked = threading.Event()
         self._deadline = float("inf")
         self._names: dict[str, str] = {}  # table by topic
         self._failures = 0  # since the last progress
@@ -78,14 +78,14 @@ class SinkThread(threading.Thread):
 
     def ask_to_stop(self, deadline: float) -> None:
         self._deadline = deadline
-        self._stop.set()
+        self._asked.set()
 
     def run(self) -> None:
         started = time.monotonic()
-        while not self._stop.is_set():
+        while not self._asked.is_set():
             try:
                 self._follow()
-                self.status.state = "stopped" if self._stop.is_set() else "done"
+                self.status.state = "stopped" if self._asked.is_set() else "done"
                 return
             except CdcError as error:
                 failure = error
@@ -102,7 +102,7 @@ class SinkThread(threading.Thread):
             self._log.warning(
                 "retrying", error=str(failure), hint=failure.hint, delay_s=round(verdict.delay_s, 2)
             )
-            self._stop.wait(verdict.delay_s)
+            self._asked.wait(verdict.delay_s)
         self.status.state = "stopped"
 
     def _give_up(self, failure: CdcError) -> None:
@@ -141,7 +141,7 @@ class SinkThread(threading.Thread):
             try:
                 while not stream.wait(POLL_S):
                     self._note_lag(stream)
-                    if self._stop.is_set():
+                    if self._asked.is_set():
                         return
                 self._note_lag(stream)
             finally:
@@ -152,22 +152,21 @@ class SinkThread(threading.Thread):
     def _done(self, batch: BatchDone) -> None:
         """Say one line per batch. Called by Spark's thread, before it asks for the next batch."""
         self._failures = 0
-        applied: Counter[str] = Counter()
-        stale: Counter[str] = Counter()
-        for report in batch.reports:
-            applied[self._names[report.topic]] += report.applied
-            stale[self._names[report.topic]] += report.stale
-        self.status.applied += applied
-        self.status.stale += stale
-        commits = [r.oldest_us for r in batch.reports if r.oldest_us is not None]
-        self._log.info(
-            "batch applied",
-            changes=sum(report.changes for report in batch.reports),
-            applied=dict(applied),
-            stale=dict(stale),
-            seconds=round(batch.seconds, 3),
-            commit_to_applied_s=round(time.time() - min(commits) / 1e6, 3) if commits else None,
-        )
+        tables: dict[str, dict[str, Any]] = {}
+        for topic in sorted({report.topic for report in batch.reports}):
+            mine = [report for report in batch.reports if report.topic == topic]
+            commits = [report.oldest_us for report in mine if report.oldest_us is not None]
+            name = self._names[topic]
+            tables[name] = {
+                "applied": sum(report.applied for report in mine),
+                "stale": sum(report.stale for report in mine),
+                "commit_to_applied_s": (
+                    round(time.time() - min(commits) / 1e6, 3) if commits else None
+                ),
+            }
+            self.status.applied[name] += tables[name]["applied"]
+            self.status.stale[name] += tables[name]["stale"]
+        self._log.info("batch applied", tables=tables, seconds=round(batch.seconds, 3))
 
     def _note_lag(self, stream: Stream) -> None:
         lag = stream.lag()
@@ -175,24 +174,16 @@ class SinkThread(threading.Thread):
             self.status.lag = {self._names[topic]: count for topic, count in lag.items()}
 
 
-def run(
-    spark: SparkSession,
-    config: Config,
-    outside: Outside,
-    stop: threading.Event,
-    *,
-    once: bool,
-) -> list[SinkThread]:
+def run(threads: Sequence[SinkThread], settings: Run, stop: threading.Event) -> None:
     """Run every sink until *stop* is set or all have ended; then stop what still runs, in time."""
-    threads = [SinkThread(spark, config, sink, outside, once=once) for sink in config.sinks]
     for thread in threads:
         thread.start()
-    next_report = time.monotonic() + config.run.report_every
+    next_report = time.monotonic() + settings.report_every
     while any(thread.is_alive() for thread in threads) and not stop.wait(POLL_S):
         if time.monotonic() >= next_report:
-            next_report += config.run.report_every
+            next_report += settings.report_every
             _report(threads)
-    deadline = time.monotonic() + config.run.stop_within
+    deadline = time.monotonic() + settings.stop_within
     for thread in threads:
         thread.ask_to_stop(deadline)
     for thread in threads:
@@ -200,14 +191,13 @@ def run(
         if thread.is_alive():
             thread.status.state = "failed"
             thread.status.error = CdcError(
-                f"{thread.settings.name}: did not stop within {config.run.stop_within:g} s",
+                f"{thread.settings.name}: did not stop within {settings.stop_within:g} s",
                 hint="nothing is lost: the next start goes on from the sink's ledger",
             )
     _report(threads)
-    return threads
 
 
-def _report(threads: list[SinkThread]) -> None:
+def _report(threads: Sequence[SinkThread]) -> None:
     for thread in threads:
         status = thread.status
         log.info(

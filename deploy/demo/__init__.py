@@ -1,0 +1,1 @@
+"""A small shop, kept in step with four stores, on the embedded stack: python -m deploy.demo."""

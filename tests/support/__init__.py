@@ -1,0 +1,1 @@
+"""What several tests share: waiting on conditions, and whole pipelines."""
