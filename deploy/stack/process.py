@@ -8,6 +8,7 @@ where they work and by the program they run. Nothing is ever stopped by name.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -28,6 +29,14 @@ FOLLOW_S = 0.2
 PROC = Path("/proc")
 # A Popen that is forgotten while its process lives warns; one that is never asked leaves a zombie.
 _children: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _disown() -> None:
+    """Let the servers outlive this interpreter without a warning that they do."""
+    for child in _children:
+        if child.poll() is None:
+            child.returncode = 0
 
 
 @dataclass(frozen=True, slots=True)
