@@ -1,0 +1,549 @@
+"""A Delta Lake warehouse: a batch is one MERGE, and the ledger stands in the same commit.
+
+A table lives at `<path>/<schema>.<table>`, with the source's columns and two of ours: `_cdc_key`,
+the key as text, and `_cdc_version`. Every commit of ours carries a line of JSON as Delta's user
+metadata: the sink, its fencing token, and what the ledger says. The newest such line counts;
+commits of others (OPTIMIZE) are passed over, and a RESTORE takes the ledger back with the rows.
+
+A claim changes a table property. Delta lets no MERGE that began before a change of metadata commit
+after it, so a writer that lost its claim cannot finish what it was doing.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from cdc.change import OFFSET_BITS, Row, Table
+from cdc.change import Column as TableColumn
+from cdc.config import Seconds, SinkSettings
+from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
+from cdc.sink import Claim, Entry, Written
+from sinks.types import Kind, delta_column, parse
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+KEY = "_cdc_key"
+VERSION = "_cdc_version"
+_GONE = "_cdc_gone"
+_FRESH = "_cdc_fresh"
+_BAD = "_cdc_bad"
+_FENCE = "cdc.fence"  # the table property that a claim changes
+_USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
+
+_PROPERTIES = {
+    # Files are found by key and version; statistics of other columns would cost every write.
+    "delta.dataSkippingStatsColumns": f"{KEY},{VERSION}",
+    "delta.checkpointInterval": "50",
+    "delta.logRetentionDuration": "interval 7 days",  # a commit every few seconds adds up
+}
+# A MERGE of a few rows is nearly all planning and code generation.
+_MERGE_SETTINGS = {
+    # The source is materialised before, and read-only from then on: once is enough.
+    "spark.databricks.delta.merge.materializeSource": "none",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.databricks.delta.optimizeWrite.enabled": "false",
+    "spark.databricks.delta.autoCompact.enabled": "false",
+}
+_NEEDS_MAPPING = re.compile(r"[ ,;{}()\n\t=]")
+_LOCAL_KINDS = {Kind.DATE, Kind.TIME, Kind.TIMESTAMP}
+_JAVA_NAME = re.compile(r"\b(?:[a-z]\w*\.)+([A-Z]\w*(?:Exception|Error))\b")
+_CONFLICTS = {
+    *("ConcurrentWriteException", "ConcurrentAppendException", "ConcurrentDeleteReadException"),
+    *("ConcurrentDeleteDeleteException", "ConcurrentTransactionException"),
+    *("MetadataChangedException", "ProtocolChangedException"),
+    "DeltaConcurrentModificationException",
+}
+_PASSING = {
+    *("ConnectException", "ConnectTimeoutException", "SocketException", "SocketTimeoutException"),
+    *("UnknownHostException", "NoRouteToHostException"),
+}
+
+
+class DeltaSettings(SinkSettings):
+    type: Literal["delta"]
+    path: str = Field(min_length=1)  # a directory, or a URI that Spark can write to
+    trigger: Seconds = 5.0  # each batch is a commit, and many small commits are slow to read
+
+
+def spark_conf() -> dict[str, str]:
+    """What the session needs to have been started with."""
+    return {
+        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+        "spark.databricks.delta.snapshotPartitions": "1",
+        "spark.sql.shuffle.partitions": "2",
+    }
+
+
+def table_path(root: str, table: Table) -> str:
+    """Where a table lives under *root*. What is not a letter, digit, _ or - becomes ~ and hex."""
+    return f"{root.rstrip('/')}/{_path_part(table.schema)}.{_path_part(table.name)}"
+
+
+def _path_part(name: str) -> str:
+    def escape(found: re.Match[str]) -> str:
+        return "".join(f"~{byte:02x}" for byte in found[0].encode())
+
+    return re.sub(r"[^A-Za-z0-9_-]", escape, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What the log of one table says of us, up to *version*."""
+
+    version: int  # of the newest commit that was looked at
+    token: int = 0
+    owner: str = ""
+    entry: Entry | None = None
+    topic: str = ""
+
+    def after(self, version: int, found: Mapping[str, Any] | None) -> _Note:
+        """What is known when one more commit has come."""
+        if found is None:
+            return replace(self, version=version)
+        moved = replace(self, version=version, token=found["token"], owner=found["owner"])
+        if "entry" not in found:
+            return moved
+        return replace(moved, entry=_entry(found["entry"]), topic=found["topic"])
+
+
+class DeltaSink:
+    def __init__(self, settings: DeltaSettings, spark: SparkSession) -> None:
+        self.name = settings.name
+        self._root = _as_uri(settings.path)
+        self._spark = spark.newSession()  # user metadata is a session's setting
+        self._owner = uuid.uuid4().hex
+        self._tables: dict[str, Table] = {}
+        self._notes: dict[str, _Note] = {}  # by path
+
+    def prepare(self, tables: Mapping[str, Table]) -> None:
+        self._check_directory()
+        for table in tables.values():
+            with self._errors(f"prepare {table.full_name}", table):
+                self._prepare_table(table)
+        self._tables = dict(tables)
+
+    def claim(self) -> Claim:
+        notes = {topic: self._note(table) for topic, table in self._tables.items()}
+        token = 1 + max((note.token for note in notes.values()), default=0)
+        for table in self._tables.values():
+            self._commit(table, {"sink": self.name, "token": token, "owner": self._owner})
+        # Read again: a writer may have finished a batch until the claim was seen.
+        found = {topic: self._note(table) for topic, table in self._tables.items()}
+        entries = {
+            topic: note.entry
+            for topic, note in found.items()
+            if note.entry is not None and note.topic == topic
+        }
+        return Claim(token, entries)
+
+    def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
+        unknown = entries.keys() - self._tables.keys()
+        if unknown:
+            raise SinkUnusable(f"{self.name}: {', '.join(sorted(unknown))} was not prepared")
+        for topic, table in self._tables.items():
+            note, entry = self._held(token, table), entries.get(topic)
+            if (note.topic, note.entry) != (topic, entry):
+                self._commit(table, self._line(token, topic, entry))
+
+    def merge(
+        self, token: int, topic: str, table: Table, frame: DataFrame, offsets: Mapping[int, int]
+    ) -> Written:
+        entry = self._held(token, table).entry
+        if entry is None:
+            raise SinkUnusable(f"{self.name}: the ledger does not know {topic}")
+        higher = {p: max(at, entry.offsets.get(p, 0)) for p, at in offsets.items()}
+        moved = replace(entry, offsets={**entry.offsets, **higher})
+        line = orjson.dumps(self._line(token, topic, moved)).decode()
+        with (
+            self._errors(f"merge {table.full_name}", table, token),
+            _settings(frame.sparkSession, {**_MERGE_SETTINGS, _USER_METADATA: line}),
+        ):
+            staged = _staged(frame, table, entry).localCheckpoint()
+            total, fresh, upserts = self._checked(staged, table)
+            if not fresh:
+                return Written(0, total)
+            written = self._merge(staged, table)
+        applied = fresh - (upserts - written)
+        return Written(applied, total - applied)
+
+    def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
+        from pyspark.sql import functions as F  # noqa: N812 - the name everybody knows
+
+        names = [column.name for column in table.columns]
+        with self._errors(f"read {table.full_name}", table):
+            frame = self._spark.read.format("delta").load(self._path(table))
+            columns = [F.col(_quoted(name)) for name in (*names, VERSION)]
+            for *values, version in frame.select(*columns).toLocalIterator():
+                yield dict(zip(names, values, strict=True)), version
+
+    def close(self) -> None:
+        self._notes.clear()
+
+    def _path(self, table: Table) -> str:
+        return table_path(self._root, table)
+
+    def _check_directory(self) -> None:
+        if not self._root.startswith("file:"):
+            return
+        path = Path(self._root.removeprefix("file://"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise SinkUnusable(
+                f"{self.name}: {path} cannot be written: {(error.strerror or 'failed').lower()}",
+                hint="give the user that runs cdc the right to write there, or set another path",
+            ) from None
+
+    def _prepare_table(self, table: Table) -> None:
+        from delta.tables import DeltaTable
+
+        self._check_names(table)
+        path = self._path(table)
+        wanted = {column.name: delta_column(column.type) for column in table.columns}
+        if not DeltaTable.isDeltaTable(self._spark, path):
+            columns = {**wanted, KEY: "string", VERSION: "bigint"}
+            properties = dict(_PROPERTIES)
+            if any(_NEEDS_MAPPING.search(name) for name in wanted):
+                properties["delta.columnMapping.mode"] = "name"
+            self._spark.sql(
+                f"CREATE TABLE IF NOT EXISTS {_at(path)} ({_definitions(columns)}) USING delta "
+                f"TBLPROPERTIES ({_properties(properties)})"
+            )
+            return
+        schema = DeltaTable.forPath(self._spark, path).toDF().schema
+        held = {field.name: field.dataType.simpleString() for field in schema}
+        if KEY not in held or VERSION not in held:
+            raise SinkUnusable(
+                f"{self.name}: a Delta table without {KEY} stands at {path}",
+                hint="move it away, or set another path",
+            )
+        for name, type_ in wanted.items():
+            if held.get(name, type_) != type_:
+                raise SinkUnusable(
+                    f"{self.name}: {table.full_name}.{name} is {held[name]} and should be {type_}",
+                    hint=f"move {path} away; the table is then filled again",
+                )
+        missing = {name: type_ for name, type_ in wanted.items() if name not in held}
+        if missing:
+            self._spark.sql(f"ALTER TABLE {_at(path)} ADD COLUMNS ({_definitions(missing)})")
+
+    def _check_names(self, table: Table) -> None:
+        seen: dict[str, str] = {name: name for name in (KEY, VERSION, _GONE, _FRESH, _BAD)}
+        for column in table.columns:
+            other = seen.setdefault(column.name.lower(), column.name)
+            if other != column.name or column.name in (KEY, VERSION, _GONE, _FRESH, _BAD):
+                raise SinkUnusable(
+                    f"{self.name}: {table.full_name}.{column.name} and {other} are one name here",
+                    hint="rename the column at the source",
+                )
+
+    def _line(self, token: int, topic: str, entry: Entry | None) -> dict[str, Any]:
+        data = None if entry is None else asdict(entry)
+        if data is not None:
+            data["offsets"] = {str(partition): at for partition, at in data["offsets"].items()}
+        return {
+            "sink": self.name,
+            "token": token,
+            "owner": self._owner,
+            "topic": topic,
+            "entry": data,
+        }
+
+    def _commit(self, table: Table, line: Mapping[str, Any]) -> None:
+        """A commit of metadata alone, which no writer at work can pass."""
+        text = orjson.dumps(line).decode()
+        fence = {_FENCE: f"{line['token']}.{uuid.uuid4().hex}"}
+        with (
+            self._errors(f"claim {table.full_name}", table),
+            _settings(self._spark, {_USER_METADATA: text}),
+        ):
+            self._spark.sql(
+                f"ALTER TABLE {_at(self._path(table))} SET TBLPROPERTIES ({_properties(fence)})"
+            )
+
+    def _held(self, token: int, table: Table) -> _Note:
+        note = self._note(table)
+        if note.token != token or note.owner != self._owner:
+            raise SinkFenced(f"{self.name}: token {token} is old, {note.token} has taken over")
+        return note
+
+    def _note(self, table: Table) -> _Note:
+        """What the table's log says now. Reads only the commits that are new to us."""
+        path = self._path(table)
+        with self._errors(f"read the log of {table.full_name}", table):
+            commits = _Log(self._spark, path)
+            note = self._notes.get(path)
+            if note is None or not commits.has(note.version):
+                note = self._from_history(commits, commits.newest())
+            while commits.has(following := note.version + 1):
+                info = commits.info(following)
+                if info.get("operation") == "RESTORE":
+                    note = self._from_history(commits, following)
+                else:
+                    note = note.after(following, self._ours(info))
+        self._notes[path] = note
+        return note
+
+    def _from_history(self, commits: _Log, newest: int) -> _Note:
+        """Read back from *newest* until both the token and the ledger are known."""
+        token: Mapping[str, Any] | None = None
+        at = newest
+        while at >= 0 and commits.has(at):
+            info = commits.info(at)
+            found = self._ours(info)
+            token = token or found
+            if found is not None and token is not None and "entry" in found:
+                return _Note(0).after(newest, {**found, **_holder(token)})
+            at -= 1
+            if info.get("operation") == "RESTORE":
+                restored = info.get("operationParameters", {}).get("version")
+                # By time instead of by version: start over, which is slow and safe.
+                at = int(restored) if str(restored).isdigit() else -1
+        return _Note(0).after(newest, None if token is None else _holder(token))
+
+    def _ours(self, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        try:
+            found = orjson.loads(info.get("userMetadata") or "null")
+        except orjson.JSONDecodeError:
+            return None
+        return found if isinstance(found, dict) and found.get("sink") == self.name else None
+
+    def _checked(self, staged: DataFrame, table: Table) -> tuple[int, int, int]:
+        """Count lines, fresh ones and upserts among them. Raises if a value would be lost."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        found = staged.agg(
+            F.count("*"),
+            F.expr(f"count_if({_FRESH})"),
+            F.expr(f"count_if({_FRESH} AND NOT {_GONE})"),
+            F.array_distinct(F.flatten(F.collect_set(F.expr(f"IF({_FRESH}, {_BAD}, NULL)")))),
+        ).collect()[0]
+        if found[3]:
+            names = sorted(table.columns[at].name for at in found[3])
+            raise SinkUnusable(
+                f"{self.name}: {table.full_name} holds values that do not fit the Delta columns "
+                f"{', '.join(names)}",
+                hint="a decimal has no NaN; change the value, or the column to unconstrained "
+                "numeric, at the source",
+            )
+        return int(found[0]), int(found[1]), int(found[2])
+
+    def _merge(self, staged: DataFrame, table: Table) -> int:
+        """Run the MERGE; the number of rows inserted or updated."""
+        from delta.tables import DeltaTable
+        from pyspark.sql import functions as F  # noqa: N812
+
+        session = staged.sparkSession
+        names = [*(column.name for column in table.columns), KEY, VERSION]
+        values: dict[str, str | Column] = {
+            _quoted(name): F.col(f"change.{_quoted(name)}") for name in names
+        }
+        is_newer = f"held.{VERSION} < change.{VERSION}"
+        metrics = (
+            DeltaTable.forPath(session, self._path(table))
+            .alias("held")
+            .merge(staged.where(_FRESH).alias("change"), f"held.{KEY} = change.{KEY}")
+            .whenMatchedDelete(f"{is_newer} AND change.{_GONE}")
+            .whenMatchedUpdate(is_newer, values)
+            .whenNotMatchedInsert(f"NOT change.{_GONE}", values)
+            .execute()
+        )
+        counts = metrics.collect()[0]
+        return int(counts["num_updated_rows"]) + int(counts["num_inserted_rows"])
+
+    @contextmanager
+    def _errors(self, doing: str, table: Table, token: int | None = None) -> Iterator[None]:
+        """Turn Spark's errors into ours. Its texts may quote rows: only names are kept."""
+        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+        from pyspark.errors import PySparkException
+
+        try:
+            yield
+        except (PySparkException, Py4JError) as error:
+            failed = self._translated(error, doing)
+        else:
+            return
+        if token is not None and isinstance(failed, SinkUnavailable):
+            self._held(token, table)  # a conflict with a claim is the end, any other passes
+        raise failed
+
+    def _translated(self, error: Exception, doing: str) -> SinkError:
+        causes = list(dict.fromkeys([type(error).__name__, *_JAVA_NAME.findall(str(error))]))
+        message = f"{self.name}: {doing}: {', '.join(causes[:4])}"
+        if _CONFLICTS & {*causes} or _PASSING & {*causes}:
+            return SinkUnavailable(message)
+        return SinkUnusable(message, hint="look for these names in Spark's log for this moment")
+
+
+class _Log:
+    """The commits of a Delta table, read as files: no Spark job, a few milliseconds each."""
+
+    def __init__(self, spark: SparkSession, path: str) -> None:
+        jvm: Any = spark._jvm  # noqa: SLF001 - the file systems that Spark knows, with its settings
+        self._jvm = jvm
+        self._folder = jvm.org.apache.hadoop.fs.Path(path, "_delta_log")
+        configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
+        self._files = self._folder.getFileSystem(configuration)
+
+    def has(self, version: int) -> bool:
+        return bool(self._files.exists(self._commit(version)))
+
+    def newest(self) -> int:
+        if not self._files.exists(self._folder):
+            return -1
+        names = (status.getPath().getName() for status in self._files.listStatus(self._folder))
+        return max(int(name[:20]) for name in names if re.fullmatch(r"\d{20}\.json", name))
+
+    def info(self, version: int) -> dict[str, Any]:
+        """The commitInfo of a commit, which Delta writes as one of its first lines."""
+        io = self._jvm.java.io
+        stream = self._files.open(self._commit(version))
+        reader = io.BufferedReader(io.InputStreamReader(stream, "UTF-8"))
+        try:
+            while (line := reader.readLine()) is not None:
+                if line.startswith('{"commitInfo"'):
+                    found: dict[str, Any] = orjson.loads(line)["commitInfo"]
+                    return found
+        finally:
+            reader.close()
+        return {}
+
+    def _commit(self, version: int) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(self._folder, f"{version:020d}.json")
+
+
+def _as_uri(path: str) -> str:
+    return path if re.match(r"[a-z][a-z0-9+.-]*:", path) else f"file://{Path(path).absolute()}"
+
+
+def _entry(data: Mapping[str, Any] | None) -> Entry | None:
+    if data is None:
+        return None
+    offsets = {int(partition): at for partition, at in data["offsets"].items()}
+    return Entry(data["topic_id"], data["generation"], data["partitions"], offsets)
+
+
+def _holder(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {"token": line["token"], "owner": line["owner"]}
+
+
+def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
+    """The changes as columns of the table, each with the columns whose value did not fit.
+
+    Every value is taken as text first and then cast by try_cast, because an error of Spark's own
+    cast quotes the value, in logs as well.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    numbered = f"struct<{', '.join(f'c{at}: string' for at in range(len(table.columns)))}>"
+    base = entry.generation << OFFSET_BITS
+    floors = ", ".join(f"{p}, {base + offset}L" for p, offset in entry.offsets.items())
+    floor = f"coalesce(try_element_at(map({floors}), partition), {base}L)" if floors else f"{base}L"
+    parsed = frame.select(
+        F.col("key").alias(KEY),
+        F.col("version").alias(VERSION),
+        F.expr("row IS NULL").alias(_GONE),
+        F.expr(f"version >= {floor}").alias(_FRESH),
+        F.from_json("row", _text_schema(table)).cast(numbered).alias("row"),
+    )
+    texts = [f"row.c{at}" for at in range(len(table.columns))]
+    values = [_value(column.type, text) for column, text in zip(table.columns, texts, strict=True)]
+    bad = [
+        f"IF({_lost(column, text, value, is_key=column.name in table.key)}, {at}, NULL)"
+        for at, (column, text, value) in enumerate(zip(table.columns, texts, values, strict=True))
+        if value != text or column.name in table.key
+    ]
+    return parsed.select(
+        *(KEY, VERSION, _GONE, _FRESH),
+        F.expr(
+            f"IF({_GONE}, array(), filter(array({', '.join(bad)}), at -> at IS NOT NULL))"
+        ).alias(_BAD),
+        *(
+            F.expr(value).alias(column.name)
+            for column, value in zip(table.columns, values, strict=True)
+        ),
+    )
+
+
+def _text_schema(table: Table) -> StructType:
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    return StructType([StructField(column.name, StringType()) for column in table.columns])
+
+
+def _value(pg_type: str, text: str) -> str:
+    """SQL that makes a Delta value of *text*, or NULL if it is none."""
+    parsed = parse(pg_type)
+    element_type = delta_column(pg_type).removeprefix("array<").removesuffix(">")
+
+    def one(text: str) -> str:
+        if parsed.kind is Kind.BYTES:
+            return f"try_to_binary({text}, 'base64')"
+        if parsed.kind in _LOCAL_KINDS:  # Debezium ends them with a Z that means nothing
+            return f"trim(TRAILING 'Z' FROM {text})"
+        return text if element_type == "string" else f"try_cast({text} AS {element_type})"
+
+    if not parsed.is_array:
+        return one(text)
+    return f"transform({_array(text)}, each -> {one('each')})"
+
+
+def _array(text: str) -> str:
+    return f"from_json({text}, 'array<string>')"
+
+
+def _lost(column: TableColumn, text: str, value: str, *, is_key: bool) -> str:
+    """SQL that says whether *value* is NULL where *text* is not."""
+    lost = f"{text} IS NOT NULL AND {value} IS NULL"
+    if parse(column.type).is_array:
+        count = "size(filter({}, each -> each IS NOT NULL))"
+        lost = f"{text} IS NOT NULL AND ({value} IS NULL"
+        lost += f" OR {count.format(_array(text))} <> {count.format(value)})"
+    return f"{text} IS NULL OR ({lost})" if is_key else lost
+
+
+@contextmanager
+def _settings(session: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
+    """Have *settings* in *session* for a while."""
+    before = {name: session.conf.get(name, None) for name in settings}
+    for name, value in settings.items():
+        session.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                session.conf.unset(name)
+            else:
+                session.conf.set(name, old)
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _at(path: str) -> str:
+    return f"delta.{_quoted(path)}"
+
+
+def _definitions(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"{_quoted(name)} {type_}" for name, type_ in columns.items())
+
+
+def _properties(properties: Mapping[str, str]) -> str:
+    return ", ".join(f"'{name}' = '{value}'" for name, value in properties.items())
