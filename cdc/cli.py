@@ -150,15 +150,15 @@ def restart(path: Path) -> None:
 @connectors.command()
 @config_option
 @click.option("--drop-slot", is_flag=True, help="Also drop the replication slot and publication.")
-@click.option("--drop-topics", is_flag=True, help="Also delete the topics: the log itself.")
+@click.option("--drop-log", is_flag=True, help="Also drop slot, position and topics: begin anew.")
 @json_option
 @told
-def remove(path: Path, *, drop_slot: bool, drop_topics: bool, as_json: bool) -> None:
+def remove(path: Path, *, drop_slot: bool, drop_log: bool, as_json: bool) -> None:
     """Remove the connector. Slot, publication and topics stay unless told otherwise."""
     from connectors import lifecycle
 
     config = wiring.load_config(path)
-    _say(lifecycle.remove(config, drop_slot=drop_slot, drop_topics=drop_topics), as_json=as_json)
+    _say(lifecycle.remove(config, drop_slot=drop_slot, drop_log=drop_log), as_json=as_json)
 
 
 def _say(changes: list[str], *, as_json: bool) -> None:
@@ -171,16 +171,15 @@ def _say(changes: list[str], *, as_json: bool) -> None:
 
 def _print_status(found: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
-    parts = Table("connector", "state", "worker", "reason")
-    parts.add_row(found["connector"], found["state"], "", found["hint"])
-    for task in found["tasks"]:
-        number, worker = f"  task {task['id']}", task["worker"]
-        parts.add_row(number, task["state"], worker, task["reason"])
+    parts = Table("part", "state", "worker", "reason", title=found["connector"])
+    for part in found["parts"]:
+        parts.add_row(*(part.get(str(column.header), "") for column in parts.columns))
     console.print(parts)
-    if slot := found["slot"]:
-        active = "active" if slot["active"] else "not active"
-        click.echo(f"slot {slot['name']}: {active}, {slot['lag_bytes']} bytes behind")
-    listing = Table("topic", "partitions", "records up to")
+    topics = Table("topic", "state", "partitions", "end")
     for topic in found["topics"]:
-        listing.add_row(topic["topic"], str(topic["partitions"]), str(topic["end"]))
-    console.print(listing)
+        topics.add_row(*(str(topic.get(str(column.header), "")) for column in topics.columns))
+    console.print(topics)
+    if found["slot"]:
+        click.echo(f"slot {found['slot']['name']}: {found['slot']['lag_bytes']} bytes behind")
+    if found["hint"]:
+        click.echo(f"try: {found['hint']}")

@@ -226,9 +226,10 @@ def _fetch_missing(
     meter = _Meter(missing, on_progress)
     scratch = cache / "tmp"
     try:
-        # The lock is ours, so whatever lies here was left behind by a fetch that was killed.
+        # The lock is ours, so whatever lies here was left behind by a fetch that was killed. An
+        # Ivy of its may still write for a while, into a directory that nobody else uses.
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
+        scratch.mkdir(exist_ok=True)
         with ThreadPoolExecutor(PARALLEL) as pool:
             jobs = [
                 pool.submit(_fetch_batch, batch, cache, scratch, meter, download)

@@ -10,10 +10,7 @@ import orjson
 from cdc.errors import SourceError, TopicChanged
 from cdc.sink import Entry
 
-START_AGAIN = (
-    "take a new snapshot: cdc connectors remove --drop-slot --drop-topics,"
-    " then cdc connectors apply"
-)
+START_AGAIN = "take a new snapshot: cdc connectors remove --drop-log, then cdc connectors apply"
 EARLIEST = -2  # Spark's word for the first offset that is still there
 
 

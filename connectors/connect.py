@@ -144,8 +144,21 @@ class ConnectClient:
         self._call("DELETE", f"{_path(name)}/offsets")
 
     def delete(self, name: str) -> bool:
-        """Remove the connector. False if there was none. Its offsets stay in Connect."""
-        return self._call("DELETE", _path(name)) is not None
+        """Remove the connector and wait until it is gone. False if there was none.
+
+        Its offsets stay in Connect.
+        """
+        if self._call("DELETE", _path(name)) is None:
+            return False
+        deadline = time.monotonic() + _REBALANCE_S
+        while self.status(name) is not None:
+            if time.monotonic() > deadline:
+                raise SourceUnavailable(
+                    f"connector {name} is deleted, but its task has not stopped",
+                    hint="wait until the Connect workers are stable; look again",
+                )
+            time.sleep(_POLL_S)
+        return True
 
     def wait_running(self, name: str, within_s: float) -> ConnectorStatus:
         """Wait until the connector and its task run. Raises SourceError when one fails."""

@@ -32,6 +32,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it re-expor
 
 from cdc.config import Config
 from cdc.errors import SourceError, SourceUnavailable
+from cdc.ledger import TopicState
 from connectors.postgres import MAX_RECORD_BYTES, heartbeat_topic, table_topics
 
 # How long one question to Kafka may take, and how long to look for any broker at all.
@@ -55,16 +56,6 @@ class TopicSpec:
     partitions: int
     replication: int
     settings: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class TopicState:
-    """One life of one topic. *end* is the last stable offset, where read_committed stops."""
-
-    topic_id: str
-    partitions: int
-    start: Mapping[int, int]
-    end: Mapping[int, int]
 
 
 def wanted_topics(config: Config) -> list[TopicSpec]:

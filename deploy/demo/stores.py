@@ -16,10 +16,11 @@ from psycopg.rows import dict_row
 from cdc import wiring
 from cdc.change import Row, Table
 from cdc.compare import Difference, compare
-from cdc.config import Config, SinkSettings
+from cdc.config import Config
 from cdc.errors import CdcError
 from deploy.demo.shop import TABLES
-from sinks import delta, types
+from sinks import types
+from sinks.delta import DeltaSettings, table_path
 
 CONFIG = """\
 name = "shop"
@@ -82,7 +83,7 @@ class Stores:
     def count(self, sink: str, table: str) -> int | None:
         """Rows held now; None while the store has no such table yet."""
         settings = self.sinks[sink]
-        if settings.type == "delta":
+        if isinstance(settings, DeltaSettings):
             return _delta_count(self._delta_path(settings, table))
         with closing(wiring.open_sink(settings)) as opened:
             return sum(1 for _ in opened.rows(self.tables[table]))
@@ -109,15 +110,15 @@ class Stores:
 
     def _rows(self, sink: str, table: str) -> Iterator[Row]:
         settings = self.sinks[sink]
-        if settings.type == "delta":
+        if isinstance(settings, DeltaSettings):
             yield from _delta_rows(self._delta_path(settings, table))
             return
         with closing(wiring.open_sink(settings)) as opened:
             for row, _version in opened.rows(self.tables[table]):
                 yield row
 
-    def _delta_path(self, settings: SinkSettings, table: str) -> str:
-        return delta.table_path(settings, self.tables[table])
+    def _delta_path(self, settings: DeltaSettings, table: str) -> str:
+        return table_path(settings.path, self.tables[table])
 
     def _source(self) -> psycopg.Connection[Any]:
         source = self._config.source
@@ -145,7 +146,7 @@ def _delta_count(path: str) -> int | None:
     if not DeltaTable.is_deltatable(path):
         return None
     actions = DeltaTable(path).get_add_actions(flatten=True)
-    return sum(actions.column("num_records").to_pylist())
+    return int(sum(actions.column("num_records").to_pylist()))
 
 
 def _delta_rows(path: str) -> Iterator[Row]:

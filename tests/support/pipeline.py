@@ -121,7 +121,7 @@ class Pipeline:
     def remove(self) -> None:
         """Everything this pipeline made, gone."""
         if self._applied is not None:
-            lifecycle.remove(self._applied, drop_slot=True, drop_topics=True)
+            lifecycle.remove(self._applied, drop_log=True)
         for schema in (self.name, *self._places):
             self.db.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
         self.db.close()
