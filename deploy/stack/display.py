@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from cdc.jars import Progress
 from deploy.stack.runner import Status
@@ -80,13 +81,10 @@ class LiveTable:
             self._draw()
 
     def _draw(self) -> None:
-        table = Table(box=None, show_header=False, caption=self._note, caption_justify="left")
+        table = Table(box=None, show_header=False, pad_edge=False)
         for name, event in self._states.items():
-            style = _STYLE.get(event.state, "")
-            table.add_row(
-                name, f"[{style}]{event.state}[/]" if style else event.state, event.detail
-            )
-        self._live.update(table)
+            table.add_row(name, _state(event.state), Text(event.detail))
+        self._live.update(Group(table, Text(self._note)) if self._note else table)
 
 
 @contextmanager
@@ -104,11 +102,14 @@ def status_table(found: Sequence[Status]) -> Table:
     for title in ("server", "state", "address", "pid", "memory", ""):
         table.add_column(title, justify="right" if title in ("pid", "memory") else "left")
     for s in found:
-        style = _STYLE.get(s.state, "")
         memory = f"{s.resident_bytes // MEGA} MB" if s.resident_bytes else ""
-        state = f"[{style}]{s.state}[/]" if style else s.state
-        table.add_row(s.title, state, s.address, str(s.pid or ""), memory, s.detail)
+        pid = str(s.pid or "")
+        table.add_row(s.title, _state(s.state), s.address, pid, memory, Text(s.detail))
     return table
+
+
+def _state(state: str) -> Text:
+    return Text(state, style=_STYLE.get(state, ""))
 
 
 def _progress_text(p: Progress) -> str:

@@ -16,6 +16,10 @@ LOG_TAIL_LINES = 15
 LOG_LINE_WIDTH = 300
 
 
+class ServerFailed(StackError):
+    """A server did not come up; the message shows the end of its log."""
+
+
 class Members:
     """Finds the processes that belong to the stack in *directory*, whoever started them."""
 
@@ -67,12 +71,12 @@ class Members:
             log.replace(log.with_suffix(".log.1"))
         log.touch()
 
-    def failure(self, server: Server, message: str) -> StackError:
+    def failure(self, server: Server, message: str) -> ServerFailed:
         """An error that shows the end of the server's log."""
         log = self.log(server)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "".join(f"\n    {line[:LOG_LINE_WIDTH]}" for line in lines[-LOG_TAIL_LINES:])
-        return StackError(f"{message}; its log ends with:{tail}", hint=f"The whole log is {log}.")
+        return ServerFailed(f"{message}; its log ends with:{tail}", hint=f"The whole log is {log}.")
 
     def _start(self, server: Server, command: list[str], place: Place) -> Process:
         return process.start(

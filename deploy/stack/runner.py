@@ -15,7 +15,7 @@ from cdc.errors import ConfigError
 from cdc.jars import cache_dir, fetch, find_java, make_dir
 from deploy.stack import process, servers
 from deploy.stack.fetch import check_platform
-from deploy.stack.members import Members
+from deploy.stack.members import Members, ServerFailed
 from deploy.stack.server import NotReady, Place, Server, make_password, read_password
 from deploy.stack.settings import (
     DEFAULT_PORTS,
@@ -92,6 +92,9 @@ class Stack:
                 place = self._settle(absent)
                 self._fetch(absent, tell)
                 Start(self._members, place, tell, self._start_timeout_s).run(chosen)
+            except ServerFailed:
+                # Its log is worth keeping.
+                raise
             except BaseException:
                 if is_new:
                     self._clear()

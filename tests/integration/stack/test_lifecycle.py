@@ -199,6 +199,16 @@ def test_server_that_dies_while_starting_shows_its_log(local, processes):
     assert processes(local) == {}
 
 
+def test_first_start_that_fails_keeps_the_log(local, processes):
+    """When a server of a new stack fails, the log that the error names is there to be read."""
+    hurried = Stack(local.directory, Ports.free(), start_timeout_s=0.05)
+    with pytest.raises(StackError, match="PostgreSQL") as caught:
+        hurried.up(["postgres"])
+    assert str(local.log("postgres")) in caught.value.hint
+    assert local.log("postgres").exists()
+    assert processes(local) == {}
+
+
 def test_failed_up_leaves_servers_that_ran_before(local):
     """A failure of one server does not stop another that an earlier call started."""
     local.up(FEW)

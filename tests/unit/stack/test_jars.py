@@ -126,6 +126,14 @@ def test_fetch_clears_what_a_killed_fetch_left(tmp_path, repository):
     assert not (tmp_path / "tmp").exists()
 
 
+def test_fetch_works_beside_a_download_that_lost_its_parent(tmp_path, repository, monkeypatch):
+    """An orphan that keeps writing what we try to delete does not stop the next fetch."""
+    (tmp_path / "tmp" / "old").mkdir(parents=True)
+    monkeypatch.setattr(jars.shutil, "rmtree", lambda *_, **__: None)
+    fetch([artefact("a")], tmp_path, download=repository)
+    assert cached_path(artefact("a"), tmp_path).read_text() == "a"
+
+
 def test_fetch_reports_progress_to_the_end(tmp_path, repository):
     """Progress only grows and ends with every file and every byte."""
     seen = []
