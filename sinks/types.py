@@ -68,6 +68,7 @@ class Kind(Enum):
     TEXT = "text"
     PADDED = "padded"
     UUID = "uuid"
+    ADDRESS = "address"
     BYTES = "bytes"
     BITS = "bits"
     DATE = "date"
@@ -147,11 +148,12 @@ _FORMS: Mapping[str, Form] = {
     "jsonb": Form(Kind.JSON, _OPAQUE, "jsonb", "string"),
     "hstore": Form(Kind.HSTORE, _OPAQUE, "text", "string"),
     "point": Form(Kind.POINT, _OPAQUE, "point", "string"),
+    "inet": Form(Kind.ADDRESS, _KEYWORD, "inet", "string"),
     "xml": Form(Kind.TEXT, _TEXT, "xml", "string"),
 } | {
     name: Form(Kind.TEXT, _KEYWORD, name, "string")
     for name in (
-        *("inet", "cidr", "macaddr", "macaddr8", "int4range", "int8range", "numrange", "tsrange"),
+        *("cidr", "macaddr", "macaddr8", "int4range", "int8range", "numrange", "tsrange"),
         *("tstzrange", "daterange", "tsvector"),
     )
 }
@@ -512,6 +514,12 @@ def _uuid(value: Any) -> Hashable:
     return str(value).lower()
 
 
+def _address(value: Any) -> Hashable:
+    """PostgreSQL's cast to text writes the mask of a whole address, its output does not."""
+    text = str(value)
+    return text.removesuffix("/128" if ":" in text else "/32")
+
+
 def _varying(value: Any) -> Hashable:
     return _bits(value, 0).lstrip("0")
 
@@ -705,6 +713,7 @@ _CANONICAL: Mapping[Kind, Callable[[Any], Hashable]] = {
     Kind.TEXT: _plain,
     Kind.PADDED: _padded,
     Kind.UUID: _uuid,
+    Kind.ADDRESS: _address,
     Kind.BYTES: to_bytes,
     Kind.BITS: _varying,
     Kind.DATE: _moment(zoned=False, of_date=True),

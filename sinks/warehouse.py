@@ -99,11 +99,11 @@ _Encoder = Callable[[list[Any]], list[str]]
 _PLAIN_KINDS = {
     *(Kind.INTEGER, Kind.NUMERIC, Kind.MONEY, Kind.FLOAT, Kind.REAL, Kind.BOOLEAN, Kind.UUID),
     *(Kind.BITS, Kind.DATE, Kind.TIME, Kind.TIMETZ, Kind.TIMESTAMP, Kind.TIMESTAMPTZ),
-    *(Kind.INTERVAL, Kind.POINT),
+    *(Kind.INTERVAL, Kind.POINT, Kind.ADDRESS),
 }
 _TEXT_KINDS = {
     *(Kind.TEXT, Kind.PADDED, Kind.JSON, Kind.HSTORE, Kind.NUMERIC, Kind.MONEY, Kind.UUID),
-    *(Kind.TIMETZ, Kind.INTERVAL),
+    *(Kind.TIMETZ, Kind.INTERVAL, Kind.ADDRESS),
 }
 
 # libpq tells no SQLSTATE when a connection fails. Where the server speaks another language, these
