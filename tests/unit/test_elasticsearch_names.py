@@ -1,0 +1,78 @@
+"""Names, ids and bulk lines for Elasticsearch: pure."""
+
+import re
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cdc.change import Change, Column, Table, version_of
+from cdc.errors import SinkUnusable
+from sinks import elasticsearch, types
+from sinks.elasticsearch import alias_name, bulk_body, document_id
+
+NAMES = st.text(min_size=1, max_size=63).filter(lambda name: len(name.encode()) <= 63)
+NEAR = st.text(alphabet="aA-_.~01", min_size=1, max_size=5)
+PLACES = st.tuples(NAMES | NEAR, NAMES | NEAR)
+
+
+def alias_of(schema, name, prefix=""):
+    return alias_name(prefix, Table(schema, name, (), ()))
+
+
+@given(PLACES, PLACES)
+def test_alias_belongs_to_one_table(one, other):
+    """Two tables never share an alias, nor is an alias the numbered index of another table."""
+    assert (alias_of(*one) == alias_of(*other)) == (one == other)
+    assert alias_of(*one) != f"{alias_of(*other)}-000001"
+
+
+@given(PLACES)
+def test_alias_is_legal(place):
+    """An index may have the name: lower case, no forbidden sign, no leading _ - + or dot."""
+    name = f"{alias_of(*place)}-000001~write"
+    assert re.fullmatch(r"[a-z0-9~][a-z0-9_.~-]*", name)
+    assert len(name) + 60 <= 255
+
+
+def test_alias_is_readable():
+    """An ordinary table has the name that one would guess."""
+    assert alias_of("public", "order_lines", "shop-") == "shop-public.order_lines"
+
+
+def test_document_id_of_a_long_key_is_a_digest():
+    """Beyond 512 bytes the id is a digest, different for keys that differ at the very end."""
+    short, one, other = (("x" * 508,), ("é" * 255 + "a",), ("é" * 255 + "b",))
+    assert document_id(short) == f'["{short[0]}"]'
+    assert document_id(one) != document_id(other)
+    assert document_id(one).startswith("sha256:")
+
+
+def test_rewritten_kinds_are_those_of_the_type_table():
+    """The fast path leaves alone exactly the kinds that document_value leaves alone."""
+    assert set(types._DOCUMENT) == elasticsearch._REWRITTEN
+
+
+def test_bulk_body_carries_versions_and_whole_rows():
+    """Every line has id and external version; JSON goes in as JSON; a delete has no document."""
+    table = Table("public", "t", (Column("id", "integer"), Column("j", "jsonb")), ("id",))
+    changes = (
+        Change((1,), {"id": 1, "j": '{"a": 1.10}'}, version_of(1, 7)),
+        Change(("a", 2), None, version_of(1, 8)),
+    )
+    index, document, delete, end = bulk_body(table, changes).split(b"\n")
+    meta = {"version": version_of(1, 7), "version_type": "external"}
+    assert orjson.loads(index) == {"index": {"_id": "1", **meta}}
+    assert document == b'{"id":1,"j":{"a": 1.10}}'
+    assert orjson.loads(delete)["delete"]["_id"] == '["a",2]'
+    assert end == b""
+
+
+def test_bulk_body_names_the_offset_of_a_broken_value_and_no_value():
+    """A value that is not what its type promises stops the sink without being quoted."""
+    table = Table("public", "t", (Column("id", "integer"), Column("j", "jsonb")), ("id",))
+    with pytest.raises(SinkUnusable, match="offset 7") as caught:
+        bulk_body(table, (Change((1,), {"id": 1, "j": "{planted"}, version_of(1, 7)),))
+    assert "planted" not in str(caught.value)
+    assert caught.value.__suppress_context__
