@@ -12,6 +12,7 @@ from typing import Any
 
 from cdc.config import Config
 from cdc.errors import SourceError
+from cdc.ledger import TopicState
 from connectors import catalogue, topics
 from connectors.connect import ConnectClient, ConnectorStatus, hint_for
 from connectors.postgres import (
@@ -109,7 +110,7 @@ def _parts(found: ConnectorStatus | None, slot: catalogue.Slot | None) -> Iterat
     yield {"part": "slot", "state": state}
 
 
-def _numbers(state: topics.TopicState | None) -> dict[str, Any]:
+def _numbers(state: TopicState | None) -> dict[str, Any]:
     if state is None:
         return {"state": "MISSING"}
     return {
