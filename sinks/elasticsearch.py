@@ -20,11 +20,11 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
@@ -45,6 +45,7 @@ MAX_NAME_BYTES = 180  # of 255: the prefix and the number come on top
 FIELDS_LIMIT = 5_000  # PostgreSQL allows 1,600 columns, and a text column takes two fields
 HITS_PER_PAGE = 2_000
 PIT_KEEP_ALIVE = "5m"
+CHECK_EVERY_S = 1.0
 # Each lost race means that somebody else got through, so this many in a row is no race.
 ATTEMPTS = 50
 
@@ -147,7 +148,7 @@ def document_id(key: Key) -> str:
 
 def bulk_body(table: Table, changes: Sequence[Change]) -> bytes:
     """The lines of a bulk request. Raises SinkUnusable for a value that JSON cannot hold."""
-    rewritten = _rewritten(table)
+    writers = [(c.name, _writer(c.type)) for c in table.columns if kind(c.type) in _REWRITTEN]
     lines: list[bytes] = []
     for change in changes:
         action = b"delete" if change.row is None else b"index"
@@ -159,17 +160,31 @@ def bulk_body(table: Table, changes: Sequence[Change]) -> bytes:
             continue
         document = dict(change.row)
         try:
-            for name, pg_type in rewritten:
+            for name, write in writers:
                 if name in document:
-                    document[name] = document_value(pg_type, document[name])
-            lines.append(orjson.dumps(document))
+                    document[name] = write(document[name])
+            line = orjson.dumps(document)
         except (TypeError, ValueError):
             raise SinkUnusable(
                 f"{table.full_name}: the row at offset {change.offset} cannot be written as JSON",
                 hint="look at that record in the log; mend the row at the source",
             ) from None
+        # Only between the tokens of a json column: within a string JSON allows no line break.
+        lines.append(line.replace(b"\n", b" "))
     lines.append(b"")
     return b"\n".join(lines)
+
+
+def _writer(pg_type: str) -> Callable[[Any], Any]:
+    return _jsonb if pg_type == "jsonb" else partial(document_value, pg_type)
+
+
+def _jsonb(value: Any) -> Any:
+    """As document_value, in a tenth of the time: jsonb, unlike json, has no key twice."""
+    if not isinstance(value, str):
+        return value
+    orjson.loads(value)  # a fragment is not checked, and a broken one would break the whole bulk
+    return orjson.Fragment(value)
 
 
 class ElasticsearchSink:
@@ -178,6 +193,7 @@ class ElasticsearchSink:
         self._settings = settings
         self._ledger = settings.index_prefix + LEDGER
         self._targets: dict[str, Target] = {}  # by topic; as prepare or claim found them
+        self._checked: dict[tuple[str, str], float] = {}  # (index, UUID) -> when it was seen
 
     @cached_property
     def _client(self) -> Elasticsearch:
@@ -248,7 +264,7 @@ class ElasticsearchSink:
             fresh = [c for c in piece.changes if not first <= c.version < first + reached]
             stale = len(piece.changes) - len(fresh)
             if fresh:
-                self._same_index(entry)
+                self._same_index(entry["index"], entry["uuid"])
                 stale += self._bulk(piece, entry["index"], fresh)
             if piece.next_offset > reached:
                 self._move(token, piece, ledger, line)
@@ -379,15 +395,21 @@ class ElasticsearchSink:
         if target.meta.get("cdc") != note:
             self._client.indices.put_mapping(index=target.index, meta={**target.meta, "cdc": note})
 
-    def _same_index(self, entry: Mapping[str, Any]) -> None:
-        """An index that was recreated or restored since the ledger was set has not got the rows."""
-        index = entry["index"]
+    def _same_index(self, index: str, uuid: str) -> None:
+        """An index that was recreated or restored since the ledger was set has not got the rows.
+
+        Not asked with every write: what slips through is found by the next claim.
+        """
+        now = time.monotonic()
+        if now < self._checked.get((index, uuid), -CHECK_EVERY_S) + CHECK_EVERY_S:
+            return
         answer = self._client.indices.get_settings(
             index=index, name="index.uuid", ignore_unavailable=True
         )
         state = answer.get(index)
-        if state is None or state["settings"]["index"]["uuid"] != entry["uuid"]:
+        if state is None or state["settings"]["index"]["uuid"] != uuid:
             raise self._replaced(index)
+        self._checked[index, uuid] = now
 
     # The rows.
 

@@ -1,5 +1,6 @@
 """Names, ids and bulk lines for Elasticsearch: pure."""
 
+import json
 import re
 
 import orjson
@@ -67,6 +68,26 @@ def test_bulk_body_carries_versions_and_whole_rows():
     assert document == b'{"id":1,"j":{"a": 1.10}}'
     assert orjson.loads(delete)["delete"]["_id"] == '["a",2]'
     assert end == b""
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists))
+def test_jsonb_goes_in_as_document_value_has_it(tree):
+    """The short way for jsonb writes what the type table writes."""
+    text = json.dumps(tree)
+    short, long = elasticsearch._jsonb(text), types.document_value("jsonb", text)
+    assert orjson.dumps([short]) == orjson.dumps([long])
+
+
+@pytest.mark.parametrize("pg_type", ["json", "jsonb", "json[]"])
+def test_bulk_body_keeps_a_document_on_one_line(pg_type):
+    """JSON with line breaks between its tokens does not break the lines of the request."""
+    table = Table("public", "t", (Column("j", pg_type),), ("j",))
+    text = '{\n  "a": "x\\n",\r\n  "b": [1,\n2]}'
+    value = [text] if pg_type.endswith("[]") else text
+    body = bulk_body(table, (Change((1,), {"j": value}, version_of(1, 7)),))
+    assert body.count(b"\n") == 2
+    found = orjson.loads(body.split(b"\n")[1])["j"]
+    assert found in ({"a": "x\n", "b": [1, 2]}, [{"a": "x\n", "b": [1, 2]}])
 
 
 def test_bulk_body_names_the_offset_of_a_broken_value_and_no_value():
