@@ -103,7 +103,7 @@ class ConnectClient:
             raise _refused(self._url, problems, config.secrets)
 
     def put(self, name: str, config: ConnectorConfig) -> None:
-        """Create the connector, or give it another configuration. Connect restarts it by itself."""
+        """Create the connector, or give it another configuration: Connect restarts it by itself."""
         self._call("PUT", f"{_path(name)}/config", dict(config), config.secrets)
 
     def config(self, name: str) -> ConnectorConfig | None:
@@ -129,15 +129,26 @@ class ConnectClient:
             ),
         )
 
-    def restart(self, name: str) -> None:
-        """Restart the connector and its tasks, failed or not."""
-        path = f"{_path(name)}/restart?includeTasks=true&onlyFailed=false"
-        if self._call("POST", path) is None:
-            raise _unknown(name, self._url)
+    def restart(
+        self, name: str, config: ConnectorConfig | None = None, within_s: float = 30.0
+    ) -> None:
+        """Stop the connector and its tasks, failed or not, and start them, maybe with *config*.
+
+        Connect's own restart and PUT leave the old status standing for a moment: a wait for RUNNING
+        would end before the new task began. A stopped connector has no task, so nothing is stale.
+        """
+        self.stop(name)
+        try:
+            self.wait_stopped(name, within_s)
+            if config is not None:
+                self.put(name, config)
+        finally:
+            self._call("PUT", f"{_path(name)}/resume")
 
     def stop(self, name: str) -> None:
         """Stop the connector's tasks but keep its configuration; its offsets may then be reset."""
-        self._call("PUT", f"{_path(name)}/stop")
+        if self._call("PUT", f"{_path(name)}/stop") is None:
+            raise _unknown(name, self._url)
 
     def forget_offsets(self, name: str) -> None:
         """Forget how far a stopped connector has read; it would begin with a snapshot."""

@@ -61,7 +61,7 @@ def apply(config: Config, within_s: float = _RUNNING_S) -> Applied:
             connect.put(name, wanted)
             changes.append(f"created connector {name}")
         elif differing:
-            connect.put(name, wanted)
+            connect.restart(name, wanted)
             changes += [f"connector {name}: {each}" for each in differing]
         elif _is_failed(connect.status(name)):
             connect.restart(name)
