@@ -5,8 +5,10 @@ the key as text, and `_cdc_version`. Every commit of ours carries a line of JSON
 metadata: the sink, its fencing token, and what the ledger says. The newest such line counts;
 commits of others (OPTIMIZE) are passed over, and a RESTORE takes the ledger back with the rows.
 
-A claim changes a table property. Delta lets no MERGE that began before a change of metadata commit
-after it, so a writer that lost its claim cannot finish what it was doing.
+A claim changes a table property: Delta lets no MERGE that began before a change of metadata commit
+after it. A MERGE that begins later is stopped by Delta's own transaction number, in which the token
+comes first: it is skipped as soon as the new holder has written anything. Before that, what an old
+holder still writes is the stretch that the new one would write next, and counts in the ledger.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ _FRESH = "_cdc_fresh"
 _BAD = "_cdc_bad"
 _FENCE = "cdc.fence"  # the table property that a claim changes
 _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
+_TXN_ID = "spark.databricks.delta.write.txnAppId"
+_TXN_NUMBER = "spark.databricks.delta.write.txnVersion"
+_TOKEN_SHIFT = 40  # a number is the token, then the version of the table, which always grows
 
 _PROPERTIES = {
     # Files are found by key and version; statistics of other columns would cost every write.
@@ -113,10 +118,26 @@ class _Note:
         """What is known when one more commit has come."""
         if found is None:
             return replace(self, version=version)
-        moved = replace(self, version=version, token=found["token"], owner=found["owner"])
-        if "entry" not in found:
-            return moved
-        return replace(moved, entry=_entry(found["entry"]), topic=found["topic"])
+        note = replace(self, version=version)
+        if found["token"] >= self.token:
+            note = replace(note, token=found["token"], owner=found["owner"])
+            if "entry" in found:
+                note = replace(note, entry=_entry(found["entry"]), topic=found["topic"])
+        elif "entry" in found:
+            note = note.with_rest_of(found["topic"], _entry(found["entry"]))
+        return note
+
+    def with_rest_of(self, topic: str, late: Entry | None) -> _Note:
+        """An old holder's last batch was written all the same, so it counts."""
+        mine = self.entry
+        if mine is None or late is None:
+            return replace(self, entry=mine or late, topic=self.topic or topic)
+        if (mine.topic_id, mine.generation) != (late.topic_id, late.generation):
+            return self
+        offsets = dict(mine.offsets)
+        for partition, offset in late.offsets.items():
+            offsets[partition] = max(offset, offsets.get(partition, 0))
+        return replace(self, entry=replace(mine, offsets=offsets))
 
 
 class DeltaSink:
@@ -161,21 +182,29 @@ class DeltaSink:
     def merge(
         self, token: int, topic: str, table: Table, frame: DataFrame, offsets: Mapping[int, int]
     ) -> Written:
-        entry = self._held(token, table).entry
+        note = self._held(token, table)
+        entry = note.entry
         if entry is None:
             raise SinkUnusable(f"{self.name}: the ledger does not know {topic}")
         higher = {p: max(at, entry.offsets.get(p, 0)) for p, at in offsets.items()}
         moved = replace(entry, offsets={**entry.offsets, **higher})
-        line = orjson.dumps(self._line(token, topic, moved)).decode()
+        settings = {
+            **_MERGE_SETTINGS,
+            _USER_METADATA: orjson.dumps(self._line(token, topic, moved)).decode(),
+            _TXN_ID: f"cdc.{self.name}",
+            _TXN_NUMBER: str((token << _TOKEN_SHIFT) + note.version + 1),
+        }
         with (
             self._errors(f"merge {table.full_name}", table, token),
-            _settings(frame.sparkSession, {**_MERGE_SETTINGS, _USER_METADATA: line}),
+            _settings(frame.sparkSession, settings),
         ):
             staged = _staged(frame, table, entry).localCheckpoint()
             total, fresh, upserts = self._checked(staged, table)
             if not fresh:
                 return Written(0, total)
             written = self._merge(staged, table)
+        if self._held(token, table).entry != moved:
+            raise SinkUnavailable(f"{self.name}: Delta skipped a batch of {table.full_name}")
         applied = fresh - (upserts - written)
         return Written(applied, total - applied)
 
@@ -289,32 +318,45 @@ class DeltaSink:
             commits = _Log(self._spark, path)
             note = self._notes.get(path)
             if note is None or not commits.has(note.version):
-                note = self._from_history(commits, commits.newest())
+                note = self._from_history(commits, commits.newest(), path)
             while commits.has(following := note.version + 1):
                 info = commits.info(following)
                 if info.get("operation") == "RESTORE":
-                    note = self._from_history(commits, following)
+                    note = self._from_history(commits, following, path)
                 else:
                     note = note.after(following, self._ours(info))
         self._notes[path] = note
         return note
 
-    def _from_history(self, commits: _Log, newest: int) -> _Note:
-        """Read back from *newest* until both the token and the ledger are known."""
-        token: Mapping[str, Any] | None = None
+    def _from_history(self, commits: _Log, newest: int, path: str) -> _Note:
+        """Read back from *newest* until the last claim and a ledger are found."""
+        holder = self._last_claim(path)
+        found: list[tuple[int, Mapping[str, Any]]] = []
+        has_holder = has_entry = False
         at = newest
-        while at >= 0 and commits.has(at):
+        while at >= 0 and commits.has(at) and not (has_holder and has_entry):
             info = commits.info(at)
-            found = self._ours(info)
-            token = token or found
-            if found is not None and token is not None and "entry" in found:
-                return _Note(0).after(newest, {**found, **_holder(token)})
+            line = self._ours(info)
+            if line is not None:
+                found.append((at, line))
+                has_holder = has_holder or line["token"] >= holder
+                has_entry = has_entry or "entry" in line
             at -= 1
             if info.get("operation") == "RESTORE":
                 restored = info.get("operationParameters", {}).get("version")
                 # By time instead of by version: start over, which is slow and safe.
                 at = int(restored) if str(restored).isdigit() else -1
-        return _Note(0).after(newest, None if token is None else _holder(token))
+        note = _Note(newest)
+        for version, line in reversed(found):
+            note = note.after(version, line)
+        return replace(note, version=newest)
+
+    def _last_claim(self, path: str) -> int:
+        properties = self._spark.sql(f"SHOW TBLPROPERTIES {_at(path)}").collect()
+        return max(
+            (int(row["value"].split(".")[0]) for row in properties if row["key"] == _FENCE),
+            default=0,
+        )
 
     def _ours(self, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
         try:
@@ -363,8 +405,8 @@ class DeltaSink:
             .whenNotMatchedInsert(f"NOT change.{_GONE}", values)
             .execute()
         )
-        counts = metrics.collect()[0]
-        return int(counts["num_updated_rows"]) + int(counts["num_inserted_rows"])
+        counts = metrics.collect()  # nothing at all if Delta has skipped it
+        return sum(int(row["num_updated_rows"]) + int(row["num_inserted_rows"]) for row in counts)
 
     @contextmanager
     def _errors(self, doing: str, table: Table, token: int | None = None) -> Iterator[None]:
@@ -436,10 +478,6 @@ def _entry(data: Mapping[str, Any] | None) -> Entry | None:
         return None
     offsets = {int(partition): at for partition, at in data["offsets"].items()}
     return Entry(data["topic_id"], data["generation"], data["partitions"], offsets)
-
-
-def _holder(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {"token": line["token"], "owner": line["owner"]}
 
 
 def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
