@@ -20,17 +20,24 @@ local at = 3
 for k = first, #KEYS, 2 do
   local row, tombstone = KEYS[k], KEYS[k + 1]
   local version, count = ARGV[at], tonumber(ARGV[at + 1])
-  local held = redis.call('HGET', row, '__cdc_version') or redis.call('GET', tombstone) or ''
-  if held < version then
-    if applied == 0 and count >= 0 then
-      -- A server at maxmemory refuses a script only at its first write, and would not refuse DEL.
-      redis.call('HSET', row, '__cdc_version', version)
-    end
-    redis.call('DEL', row, tombstone)
+  local held = redis.call('HGET', row, '__cdc_version')
+  local buried = not held and redis.call('GET', tombstone)
+  if (held or buried or '') < version then
     if count < 0 then
+      redis.call('DEL', row)
       redis.call('SET', tombstone, version, 'PX', ARGV[2])
     else
+      -- HSET comes first: a server at maxmemory refuses a script only at its first write, and
+      -- would not refuse DEL. Writing over a row is also cheaper than making it anew.
       redis.call('HSET', row, '__cdc_version', version, unpack(ARGV, at + 2, at + 1 + count))
+      if redis.call('HLEN', row) > count / 2 + 1 then
+        -- Fields of the older row are left: columns that were dropped, or are NULL now.
+        redis.call('DEL', row)
+        redis.call('HSET', row, '__cdc_version', version, unpack(ARGV, at + 2, at + 1 + count))
+      end
+      if buried then
+        redis.call('DEL', tombstone)
+      end
     end
     applied = applied + 1
   end
