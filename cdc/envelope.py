@@ -9,10 +9,16 @@ import orjson
 from cdc.change import Change, Key, Table
 from cdc.errors import MalformedRecord, SchemaMoved
 
-# What Debezium writes for a large column that an update did not touch, as text and as base64.
+# What Debezium writes for a large column that an update did not touch: as text, as base64 for
+# bytea, in an array of texts, or as its own letters in an array of numbers.
 _PLACEHOLDER = "__debezium_unavailable_value"
 _PLACEHOLDER_BASE64 = "X19kZWJleml1bV91bmF2YWlsYWJsZV92YWx1ZQ=="
-_PLACEHOLDERS = (_PLACEHOLDER.encode(), _PLACEHOLDER_BASE64.encode())
+_PLACEHOLDER_NUMBERS = list(_PLACEHOLDER.encode())
+_MARKS = (
+    _PLACEHOLDER.encode(),
+    _PLACEHOLDER_BASE64.encode(),
+    orjson.dumps(_PLACEHOLDER_NUMBERS),
+)
 
 _UPSERTS = frozenset({"c", "u", "r"})
 
@@ -30,7 +36,7 @@ def decode(table: Table, key: bytes | None, value: bytes | None, version: int) -
     row = envelope.get("after")
     if op not in _UPSERTS or not isinstance(row, dict):
         raise MalformedRecord("the value is neither an upsert nor a delete of Debezium's")
-    if any(mark in value for mark in _PLACEHOLDERS):
+    if any(mark in value for mark in _MARKS):
         _refuse_placeholders(table, row)
     row = _known_columns(table, row, committed_us)
     return Change(_key(table, key), row, version, committed_us)
@@ -71,7 +77,7 @@ def _refuse_placeholders(table: Table, row: dict[str, Any]) -> None:
     held = [
         name
         for name, value in row.items()
-        if value in (_PLACEHOLDER, _PLACEHOLDER_BASE64)
+        if value in (_PLACEHOLDER, _PLACEHOLDER_BASE64, _PLACEHOLDER_NUMBERS)
         or (isinstance(value, list) and _PLACEHOLDER in value)
     ]
     if held:

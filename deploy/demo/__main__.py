@@ -26,6 +26,7 @@ from deploy.demo.sync import Sync
 from deploy.stack import Ports, Stack
 from deploy.stack.display import display as shown
 
+START_WITHIN_S = 300.0  # a busy laptop may need ten times what a quiet one does
 CONVERGE_WITHIN_S = 180.0
 REFRESH_S = 0.5
 COUNT_EVERY_S = 4.0
@@ -61,7 +62,7 @@ def _seconds(text: str) -> float:
 
 def _demo(console: Console, seconds: float) -> int:
     directory = jars.cache_dir() / "demo"
-    stack = Stack(directory, Ports.free())
+    stack = Stack(directory, Ports.free(), start_timeout_s=START_WITHIN_S)
     with _running(console, stack):
         env = stack.env()
         lake = directory / "lake"

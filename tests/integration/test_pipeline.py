@@ -23,7 +23,7 @@ CREATE TABLE {0}.parts (left_id text, right_id text, amount int, PRIMARY KEY (le
 PEOPLE = """
 INSERT INTO {0}.people
 SELECT i, 'name ' || i, i * 1.25, date '2000-01-01' + i, now(), ARRAY['a', NULL, 'c,"d'],
-       jsonb_build_object('n', i, 'list', '[1, 2.50, null]'::jsonb), '\\x00ff'::bytea, i % 2 = 0
+       jsonb_build_object('n', i, 'list', '[1, 2.50, null]'::jsonb), '\\x00ff'::bytea, i %% 2 = 0
 FROM generate_series(%s::int, %s::int) AS i
 """
 
