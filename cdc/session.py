@@ -32,6 +32,7 @@ _SETTINGS = {
     "spark.sql.streaming.checkpointFileManagerClass": _PLAIN_PROGRESS_FILES,
     "spark.sql.streaming.minBatchesToRetain": "2",
     "spark.python.worker.reuse": "true",
+    "spark.python.daemon.module": "cdc.workers",
     "spark.task.maxFailures": "1",  # failures come home as data; the supervisor decides
 }
 

@@ -57,6 +57,11 @@ def open_here(settings: SinkSettings, spark: SparkSession) -> Sink | FrameSink:
     return open_sink(settings)
 
 
+def row_sink_modules() -> list[str]:
+    """The modules that executors may need."""
+    return [module for kind, (module, _, _) in _SINKS.items() if kind not in _ON_FRAMES]
+
+
 def spark_settings(config: Config) -> dict[str, str]:
     """What the configured sinks need of the Spark session."""
     wanted: dict[str, str] = {}
