@@ -71,6 +71,8 @@ class Stream:
             if isinstance(sink, Sink)
             else partial(_apply_frame, job, sink)
         )
+        # A pool of its own: within a pool Spark runs one job after the other.
+        spark.sparkContext.setLocalProperty("spark.scheduler.pool", job.sink.name)
         self._query: StreamingQuery = (
             _source(spark, kafka, job, entries)
             .writeStream.queryName(f"{job.sink.name}-{job.token}")

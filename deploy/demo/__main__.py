@@ -81,7 +81,7 @@ def _demo(console: Console, seconds: float) -> int:
             stores = Stores(config, catalogue.read_tables(config))
             _say_where(console, env, directory, lake, path)
             with _syncing(path, directory / "cdc-run.log", env) as sync:
-                _trade(console, shop, sync, stores, seconds)
+                _watch(console, shop, sync, stores, seconds)
                 return _settle(console, sync, stores)
 
 
@@ -135,55 +135,57 @@ def _say_where(
     console.print()
 
 
-def _trade(console: Console, shop: Shop, sync: Sync, stores: Stores, seconds: float) -> None:
-    """Let the shop trade, and show it, until Ctrl-C or the end of *seconds*."""
+def _watch(console: Console, shop: Shop, sync: Sync, stores: Stores, seconds: float) -> None:
+    """Show the sinks fill up, then let the shop trade until Ctrl-C or the end of *seconds*."""
     stop = threading.Event()
     previous = {
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    traders = threading.Thread(target=shop.trade, args=(stop,), daemon=True)
     counts: dict[tuple[str, str], int | None] = {}
+    traders = threading.Thread(target=shop.trade, args=(stop,), daemon=True)
     counter = threading.Thread(target=_count, args=(stores, counts, stop), daemon=True)
-    ends = time.monotonic() + seconds
-    order = [(sink, table) for table in TABLES for sink in stores.sinks]
+    pairs = [(sink, table) for table in TABLES for sink in stores.sinks]
+    ends = float("inf")
     try:
-        traders.start()
-        counter.start()
-        with Display(console, order) as display:
+        with Display(console, pairs) as display:
             while not stop.wait(REFRESH_S) and time.monotonic() < ends:
-                left = (
-                    "Ctrl-C to finish"
-                    if seconds == float("inf")
-                    else (f"{max(0.0, ends - time.monotonic()):.0f} s left")
-                )
-                caption = f"{shop.transactions:,} transactions so far, {left}"
-                display.show(sync.pairs, counts, sync.trouble, caption)
                 if not sync.is_running:
                     raise CdcError(
                         f"cdc run ended by itself:\n{sync.last_lines()}", hint=f"see {sync.log}"
                     )
+                if not traders.is_alive() and all(sync.pairs[pair].applied for pair in pairs):
+                    ends = time.monotonic() + seconds
+                    traders.start()
+                    counter.start()
+                caption = _caption(shop, ends) if traders.is_alive() else "filling the sinks ..."
+                display.show(sync.pairs, counts, sync.trouble, caption)
     finally:
         stop.set()
-        traders.join(10)
-        counter.join(10)
+        for thread in (traders, counter):
+            if thread.is_alive():
+                thread.join(10)
         for number, handler in previous.items():
             signal.signal(number, handler)
     console.print(f"the shop closed after {shop.transactions:,} transactions")
 
 
+def _caption(shop: Shop, ends: float) -> str:
+    left = max(0.0, ends - time.monotonic())
+    until = "Ctrl-C to finish" if left == float("inf") else f"{left:.0f} s left"
+    return f"{shop.transactions:,} transactions so far, {until}"
+
+
 def _count(
     stores: Stores, counts: dict[tuple[str, str], int | None], stop: threading.Event
 ) -> None:
-    while not stop.wait(COUNT_EVERY_S):
+    while True:
         for sink in stores.sinks:
             for table in TABLES:
+                counts[sink, table] = stores.count(sink, table)
                 if stop.is_set():
                     return
-                try:
-                    counts[sink, table] = stores.count(sink, table)
-                except CdcError:
-                    counts[sink, table] = None  # the store has not been prepared yet
+        stop.wait(COUNT_EVERY_S)
 
 
 def _settle(console: Console, sync: Sync, stores: Stores) -> int:
@@ -205,7 +207,7 @@ def _settle(console: Console, sync: Sync, stores: Stores) -> int:
             compared += found.rows
             all_equal &= found.is_equal
             word = "equal" if found.is_equal else "DIFFERENT"
-            console.print(f"  {word:<9} {sink:<10} {table:<17} {found}")
+            console.print(f"  {word:<9} {sink:<10} {table:<17} {found}", soft_wrap=True)
     if code != 0:
         console.print(f"cdc run ended with exit code {code}:\n{sync.last_lines()}", markup=False)
     verdict = "all equal" if all_equal else "NOT EQUAL"

@@ -91,9 +91,10 @@ class Display:
                 f"  lag {_number(pair.lag):>6}  {pair.rate():>5.0f}/s"
                 f"  commit to visible {_seconds(pair.latency_s)}",
                 highlight=False,
+                soft_wrap=True,
             )
         for sink, reason in trouble.items():
-            self._console.print(f"  {sink}: {reason}", highlight=False)
+            self._console.print(f"  {sink}: {reason}", highlight=False, soft_wrap=True)
 
 
 def _number(value: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -80,8 +81,8 @@ class Stores:
         self.tables = {table.full_name: table for table in tables.values()}
         self.sinks = {sink.name: sink for sink in config.sinks}
 
-    def count(self, sink: str, table: str) -> int | None:
-        """Rows held now; None while the store has no such table yet."""
+    def count(self, sink: str, table: str) -> int:
+        """Rows held now."""
         settings = self.sinks[sink]
         if isinstance(settings, DeltaSettings):
             return _delta_count(self._delta_path(settings, table))
@@ -142,9 +143,7 @@ def _source_rows(connection: psycopg.Connection[Any], table: Table) -> Iterator[
         yield from cursor.stream(query)
 
 
-def _delta_count(path: str) -> int | None:
-    if not DeltaTable.is_deltatable(path):
-        return None
+def _delta_count(path: str) -> int:
     actions = DeltaTable(path).get_add_actions(flatten=True)
     return int(sum(actions.column("num_records").to_pylist()))
 
@@ -159,12 +158,13 @@ def directions(env: Mapping[str, str], password_file: Path, lake: Path) -> list[
     redis = env["CDC_REDIS_URL"]
     pg = f"PGPASSFILE={password_file} psql -h {env['CDC_PG_HOST']} -p {env['CDC_PG_PORT']}"
     user = env["CDC_PG_USER"]
+    look = f"import deltalake; print(deltalake.DeltaTable('{lake}/shop.orders').to_pandas())"
     return [
         ("source", f"{pg} -U {user} -d {env['CDC_PG_DATABASE']} -c 'TABLE shop.orders LIMIT 3'"),
         ("search", f"curl '{env['CDC_ES_URL']}/shop.orders/_search?size=3&pretty'"),
-        ("cache", f"redis-cli -u {redis} HGETALL ..."),
+        ("cache", f"redis-cli -u {redis} HGETALL '{{shop.orders:1}}'"),
         ("warehouse", f"{pg} -U {user} -d warehouse -c 'TABLE shop_orders LIMIT 3'"),
-        ("lake", f"DeltaTable('{lake}/...').to_pandas()"),
+        ("lake", f'{sys.executable} -c "{look}"'),
     ]
 
 
