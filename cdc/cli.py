@@ -84,11 +84,12 @@ def run(path: Path, log_level: str, *, once: bool) -> None:
 
 
 def _run(config: Config, *, once: bool) -> list[CdcError]:
-    from cdc import session, supervisor
+    from cdc import ledger, session, supervisor
 
     outside = wiring.outside(config)
     # Before Spark is started: nobody should wait ten seconds to hear of a wrong password.
-    outside.topics(list(outside.tables()))
+    tables = outside.tables()
+    ledger.plan(tables, {}, outside.topics(list(tables)))
     stop = threading.Event()
     spark = session.open_session(config.name, config.spark, wiring.spark_settings(config))
     for number in (signal.SIGTERM, signal.SIGINT):  # after Spark, which installs its own

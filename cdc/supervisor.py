@@ -27,7 +27,7 @@ log = logger("cdc.supervisor")
 POLL_S = 0.2
 STOP_GRACE_S = 5.0  # beyond the budget: Spark cancels a batch that would not end by itself
 # A run to the end of the log has somebody waiting for it, so it does not retry for ever.
-ONCE_PATIENCE_S = 20.0
+ONCE_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
