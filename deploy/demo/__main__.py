@@ -91,7 +91,7 @@ def _running(console: Console, stack: Stack) -> Iterator[None]:
     with shown() as on_event:
         stack.reset(on_event)
         try:
-            jars.spark_jars()
+            jars.spark_jars(on_event.fetching)
             stack.up(on_event=on_event)
         except BaseException:
             stack.down()
