@@ -98,7 +98,7 @@ def _run(config: Config, *, once: bool) -> list[CdcError]:
         threads = [
             supervisor.SinkThread(spark, config, sink, outside, once=once) for sink in config.sinks
         ]
-        supervisor.run(threads, config.run, stop)
+        supervisor.run(threads, config.run, stop, lambda: outside.topics(list(tables)))
     finally:
         spark.stop()
     return [t.status.error for t in threads if t.status.state == "failed" and t.status.error]

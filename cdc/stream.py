@@ -89,16 +89,15 @@ class Stream:
         except PySparkException as error:
             raise self._failure or _from_spark(self._job.sink.name, error) from None
 
-    def lag(self) -> dict[str, int] | None:
-        """Records that Kafka has and this query has not read, per topic; None before any batch."""
+    def read(self) -> dict[str, dict[int, int]]:
+        """The next offset to read, per topic and partition, after the last finished batch."""
         progress = self._query.lastProgress
         if progress is None or not progress.sources:
-            return None
-        source = progress.sources[0]
-        read, latest = _offsets(source.endOffset), _offsets(source.latestOffset)
+            return {}
+        parsed = orjson.loads(progress.sources[0].endOffset or "{}")
         return {
-            topic: sum(max(0, end - read.get(topic, {}).get(p, 0)) for p, end in ends.items())
-            for topic, ends in latest.items()
+            topic: {int(partition): offset for partition, offset in offsets.items()}
+            for topic, offsets in parsed.items()
         }
 
     def stop(self, within_s: float) -> None:
@@ -191,8 +190,3 @@ def _from_spark(sink: str, error: Exception) -> QueryLost:
     """Spark's own failure. Its text may quote anything: only the names of its causes are kept."""
     causes = list(dict.fromkeys(_JAVA_NAME.findall(str(error))))
     return QueryLost(f"{sink}: Spark ended the query: {', '.join(causes) or type(error).__name__}")
-
-
-def _offsets(text: str | None) -> dict[str, dict[str, int]]:
-    parsed = orjson.loads(text) if text else None
-    return parsed if isinstance(parsed, dict) else {}

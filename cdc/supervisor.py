@@ -73,6 +73,7 @@ class SinkThread(threading.Thread):
         self._asked = threading.Event()
         self._deadline = float("inf")
         self._names: dict[str, str] = {}  # table by topic
+        self._read: Mapping[str, Mapping[int, int]] = {}  # next offset, by topic and partition
         self._failures = 0  # since the last progress
         self._log = log.bind(sink=sink.name)
 
@@ -118,6 +119,7 @@ class SinkThread(threading.Thread):
             sink.prepare(tables)
             claim = sink.claim()
             entries = plan(tables, claim.entries, self._outside.topics(list(tables)))
+            self._read = {topic: entry.offsets for topic, entry in entries.items()}
             sink.assign(claim.token, entries)
             job = Job(
                 sink=self.settings,
@@ -140,10 +142,10 @@ class SinkThread(threading.Thread):
             self._log.info("sink opened", token=claim.token, generations=job.generations)
             try:
                 while not stream.wait(POLL_S):
-                    self._note_lag(stream)
+                    self._read = stream.read() or self._read
                     if self._asked.is_set():
                         return
-                self._note_lag(stream)
+                self._read = stream.read() or self._read
             finally:
                 stream.stop(self._deadline - time.monotonic())
         finally:
@@ -168,13 +170,24 @@ class SinkThread(threading.Thread):
             self.status.stale[name] += tables[name]["stale"]
         self._log.info("batch applied", tables=tables, seconds=round(batch.seconds, 3))
 
-    def _note_lag(self, stream: Stream) -> None:
-        lag = stream.lag()
-        if lag is not None:
-            self.status.lag = {self._names[topic]: count for topic, count in lag.items()}
+    def note_lag(self, topics: Mapping[str, TopicState]) -> None:
+        """Compare what the log has now with what the last finished batch had read."""
+        self.status.lag = {
+            self._names[topic]: sum(
+                max(0, end - self._read.get(topic, {}).get(partition, state.start[partition]))
+                for partition, end in state.end.items()
+            )
+            for topic, state in topics.items()
+            if topic in self._names
+        }
 
 
-def run(threads: Sequence[SinkThread], settings: Run, stop: threading.Event) -> None:
+def run(
+    threads: Sequence[SinkThread],
+    settings: Run,
+    stop: threading.Event,
+    topics: Callable[[], Mapping[str, TopicState]],
+) -> None:
     """Run every sink until *stop* is set or all have ended; then stop what still runs, in time."""
     for thread in threads:
         thread.start()
@@ -182,7 +195,7 @@ def run(threads: Sequence[SinkThread], settings: Run, stop: threading.Event) -> 
     while any(thread.is_alive() for thread in threads) and not stop.wait(POLL_S):
         if time.monotonic() >= next_report:
             next_report += settings.report_every
-            _report(threads)
+            _report(threads, topics)
     deadline = time.monotonic() + settings.stop_within
     for thread in threads:
         thread.ask_to_stop(deadline)
@@ -194,11 +207,18 @@ def run(threads: Sequence[SinkThread], settings: Run, stop: threading.Event) -> 
                 f"{thread.settings.name}: did not stop within {settings.stop_within:g} s",
                 hint="nothing is lost: the next start goes on from the sink's ledger",
             )
-    _report(threads)
+    _report(threads, topics)
 
 
-def _report(threads: Sequence[SinkThread]) -> None:
+def _report(threads: Sequence[SinkThread], topics: Callable[[], Mapping[str, TopicState]]) -> None:
+    try:
+        found = topics()
+    except CdcError as error:
+        log.warning("the log cannot be seen", error=str(error), hint=error.hint)
+        found = None
     for thread in threads:
+        if found is not None:
+            thread.note_lag(found)
         status = thread.status
         log.info(
             "progress",

@@ -90,12 +90,15 @@ class Pipeline:
     def running(self, config: Config, spark: Any) -> Iterator[list[supervisor.SinkThread]]:
         """The job in this process, on the tests' own Spark, until the block ends."""
         stop = threading.Event()
+        outside = wiring.outside(config)
+        tables = outside.tables()
         threads = [
-            supervisor.SinkThread(spark, config, sink, wiring.outside(config), once=False)
-            for sink in config.sinks
+            supervisor.SinkThread(spark, config, sink, outside, once=False) for sink in config.sinks
         ]
         daemon = threading.Thread(
-            target=supervisor.run, args=(threads, config.run, stop), daemon=True
+            target=supervisor.run,
+            args=(threads, config.run, stop, lambda: outside.topics(list(tables))),
+            daemon=True,
         )
         daemon.start()
         try:
