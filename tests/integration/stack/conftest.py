@@ -20,6 +20,11 @@ WAIT_S = 120
 POLL_S = 0.02
 
 
+def _hear_interrupts():
+    """A shell without job control starts what runs in the background deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def new_stack():
     """Make a stack in a directory that every user may enter; all are stopped and deleted."""
@@ -88,6 +93,7 @@ def runner(environ):
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
+                preexec_fn=_hear_interrupts,  # noqa: PLW1509  # one call, no locks
             )
         )
         return started[-1]
