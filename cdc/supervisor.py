@@ -14,7 +14,7 @@ from cdc.config import Config, Run, SinkSettings
 from cdc.errors import CdcError
 from cdc.ledger import TopicState, plan
 from cdc.logs import logger
-from cdc.policy import Retry, decide
+from cdc.policy import Stop, decide
 from cdc.sink import FrameSink, Sink
 from cdc.stream import BatchDone, Stream
 from cdc.writer import Job
@@ -96,7 +96,9 @@ class SinkThread(threading.Thread):
             self._failures += 1
             verdict = decide(failure, self._failures, self._config.run.retry_at_most_every)
             patience = ONCE_PATIENCE_S if self._once else float("inf")
-            if not isinstance(verdict, Retry) or time.monotonic() - started > patience:
+            if isinstance(verdict, Stop):
+                failure.hint = verdict.hint  # the policy's own, where the error brought none
+            if isinstance(verdict, Stop) or time.monotonic() - started > patience:
                 self._give_up(failure)
                 return
             self.status.state, self.status.error = "retrying", failure
