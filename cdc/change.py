@@ -54,6 +54,10 @@ class Change:
     committed_us: int | None = None  # commit time at the source; None when the record has none
 
     @property
+    def generation(self) -> int:
+        return self.version >> OFFSET_BITS
+
+    @property
     def offset(self) -> int:
         return self.version & ((1 << OFFSET_BITS) - 1)
 

@@ -5,10 +5,12 @@
     ├── SourceError            PostgreSQL, Kafka or Kafka Connect                        exit 1
     │   ├── SourceUnavailable  not reachable, for now                                    → retry
     │   ├── QueryLost          Spark ended the query for reasons of its own              → reopen
+    │   │   └── TopicMissing   deleted, or not made yet                            → retry
     │   ├── TopicChanged       the topic is not the one the ledger knows                 → stop
     │   └── MalformedRecord    a record that is not what Debezium writes                 → stop
     └── SinkError
-        ├── SinkUnavailable    refused, reset, timed out, busy, fail-over                → retry
+        ├── SinkUnavailable    refused, reset, timed out, fail-over                      → retry
+        │   └── SinkBusy       too much at once: 429, or a request too large   → retry with less
         ├── SchemaMoved        rows carry a column the sink does not know yet            → reopen
         ├── SinkFenced         another writer has taken over                             → stop
         └── SinkUnusable       wrong password, missing right, wrong version, unknown     → stop
@@ -48,6 +50,10 @@ class SourceUnavailable(SourceError):
     pass
 
 
+class TopicMissing(SourceUnavailable):
+    pass
+
+
 class QueryLost(SourceError):
     pass
 
@@ -65,6 +71,10 @@ class SinkError(CdcError):
 
 
 class SinkUnavailable(SinkError):
+    pass
+
+
+class SinkBusy(SinkUnavailable):
     pass
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import orjson
 
-from cdc.errors import SourceError, TopicChanged
+from cdc.errors import TopicChanged, TopicMissing
 from cdc.sink import Entry
 
-START_AGAIN = "take a new snapshot: cdc connectors remove --drop-log, then cdc connectors apply"
+START_AGAIN = "run: cdc resync, which takes a new snapshot into new topics"
 EARLIEST = -2  # Spark's word for the first offset that is still there
 
 
@@ -33,12 +33,12 @@ def plan(
 
 def _entry(topic: str, held: Entry | None, state: TopicState | None) -> Entry:
     if state is None:
-        raise SourceError(f"the topic {topic} does not exist", hint="run: cdc connectors apply")
+        raise TopicMissing(f"the topic {topic} does not exist", hint="run: cdc connectors apply")
     if held is None:
         return Entry(state.topic_id, 1, state.partitions)
     if held.topic_id != state.topic_id:
         # Offsets mean something only inside one life of a topic.
-        return Entry(state.topic_id, held.generation + 1, state.partitions)
+        return Entry(state.topic_id, held.generation + 1, state.partitions, unswept=True)
     if held.partitions != state.partitions:
         raise TopicChanged(
             f"{topic} has {state.partitions} partitions and the ledger knows {held.partitions}:"

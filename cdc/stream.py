@@ -180,7 +180,7 @@ def _apply_frame(job: Job, sink: FrameSink, frame: DataFrame) -> list[Report]:
             written = sink.merge(
                 job.token, topic, job.tables[topic], changes.select(*FRAME_COLUMNS), offsets
             )
-            mine[0].applied, mine[0].stale = written
+            mine[0].applied, mine[0].stale = written[:2]
         return reports
     finally:
         lines.unpersist()
