@@ -176,7 +176,7 @@ def test_a_known_topic_goes_on_where_the_ledger_says():
 def test_a_recreated_topic_opens_the_next_generation():
     """The same name with another id is another log: offsets start again, versions do not."""
     held = {"t": Entry("A", 3, 2, {0: 40, 1: 50})}
-    assert ledger.plan(["t"], held, {"t": topic("B")}) == {"t": Entry("B", 4, 2)}
+    assert ledger.plan(["t"], held, {"t": topic("B")}) == {"t": Entry("B", 4, 2, unswept=True)}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_log_that_does_not_fit_the_ledger_fails_closed(state):
     """Moved keys and lost records stop the sink, with the way to start again."""
     with pytest.raises(TopicChanged) as caught:
         ledger.plan(["t"], {"t": Entry("A", 1, 2, {0: 40})}, {"t": state})
-    assert "cdc connectors" in caught.value.hint
+    assert "cdc resync" in caught.value.hint
 
 
 def test_a_missing_topic_says_how_to_create_it():
@@ -207,7 +207,12 @@ def test_errors_survive_process_borders(kind):
         assert (type(copy), str(copy), copy.hint) == (kind, "what", "do this")
 
 
-RETRIED = {errors.SinkUnavailable, errors.SourceUnavailable}
+RETRIED = {
+    errors.SinkUnavailable,
+    errors.SinkBusy,
+    errors.SourceUnavailable,
+    errors.TopicMissing,
+}
 REOPENED = {errors.SchemaMoved, errors.QueryLost}
 
 
