@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import psycopg
 from psycopg import sql
-from psycopg.abc import Query
 from psycopg.rows import TupleRow
 from pydantic import Field, SecretStr
 
@@ -29,13 +27,11 @@ from cdc.change import OFFSET_BITS, Change, Row, Slice, Table
 from cdc.config import Seconds, Secret, SinkSettings
 from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
 from cdc.sink import Claim, Entry, Written
-from sinks.types import Kind, copy_writer, parse, postgres_column, postgres_read_cast
+from sinks.types import postgres_column, postgres_read_cast
+from sinks.warehouse_copy import GONE, VERSION, Plan, definitions, plan_of, stage_table
 
-VERSION = "_cdc_version"
-_GONE = "_cdc_gone"
 _NAME_BYTES = 63  # PostgreSQL cuts longer identifiers without an error
 _ROWS_PER_FETCH = 5_000
-_ROWS_PER_COPY = 500  # the server reads one piece while the next is made
 
 _LEDGER = sql.SQL("""
     CREATE TABLE {ledger} (
@@ -67,16 +63,6 @@ _ASSIGN = sql.SQL("""
     VALUES (%s, %s, %s, %s, %s, %s, %s, %s)""")
 _MOVE = sql.SQL("""
     UPDATE {ledger} SET next_offset = %s WHERE sink = %s AND topic = %s AND partition = %s""")
-_STAGE = sql.SQL("CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({columns}) ON COMMIT DELETE ROWS")
-_COPY = sql.SQL("COPY {stage} ({columns}) FROM STDIN")
-_UPSERT = sql.SQL("""
-    INSERT INTO {target} AS held ({columns})
-    SELECT {columns} FROM {stage} WHERE NOT {gone} ORDER BY {key}
-    ON CONFLICT ({key}) DO UPDATE SET {changes}
-    WHERE held.{version} < excluded.{version}""")
-_DELETE = sql.SQL("""
-    DELETE FROM {target} AS held USING {stage} AS stage
-    WHERE stage.{gone} AND {same_key} AND held.{version} < stage.{version}""")
 _HELD = sql.SQL("""
     SELECT attname, format_type(atttypid, atttypmod), coalesce(attnum = ANY (key.indkey), false)
     FROM pg_attribute
@@ -91,19 +77,6 @@ _WIDER = {
     "bigint": ("numeric",),
     "real": ("double precision",),
     "bpchar": ("character varying",),
-}
-
-_Encoder = Callable[[list[Any]], list[str]]
-
-# Kinds whose text never needs COPY's escapes, and kinds whose JSON value already is that text.
-_PLAIN_KINDS = {
-    *(Kind.INTEGER, Kind.NUMERIC, Kind.MONEY, Kind.FLOAT, Kind.REAL, Kind.BOOLEAN, Kind.UUID),
-    *(Kind.BITS, Kind.DATE, Kind.TIME, Kind.TIMETZ, Kind.TIMESTAMP, Kind.TIMESTAMPTZ),
-    *(Kind.INTERVAL, Kind.POINT, Kind.ADDRESS),
-}
-_TEXT_KINDS = {
-    *(Kind.TEXT, Kind.PADDED, Kind.JSON, Kind.HSTORE, Kind.NUMERIC, Kind.MONEY, Kind.UUID),
-    *(Kind.TIMETZ, Kind.INTERVAL, Kind.ADDRESS),
 }
 
 # libpq tells no SQLSTATE when a connection fails. Where the server speaks another language, these
@@ -156,38 +129,12 @@ def target_name(table: Table) -> str:
     return f"{name.encode()[: _NAME_BYTES - 9].decode(errors='ignore')}_{digest}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is worked out once per table and connection."""
-
-    copy: Query
-    upsert: Query
-    delete: Query
-    columns: tuple[tuple[str, _Encoder], ...]
-    key: tuple[str, ...]
-
-    def lines(self, changes: Sequence[Change]) -> bytes:
-        """COPY's text for *changes*: the columns, the version, and whether the row is gone.
-
-        Column by column, because that leaves the work per field to C.
-        """
-        rows = [
-            dict(zip(self.key, change.key, strict=True)) if change.row is None else change.row
-            for change in changes
-        ]
-        columns = [encode([row.get(name) for row in rows]) for name, encode in self.columns]
-        versions = [str(change.version) for change in changes]
-        gone = ["t" if change.row is None else "f" for change in changes]
-        lines = map("\t".join, zip(*columns, versions, gone, strict=True))
-        return ("\n".join(lines) + "\n").encode()
-
-
 class WarehouseSink:
     def __init__(self, settings: WarehouseSettings) -> None:
         self.name = settings.name
         self._settings = settings
         self._connection: psycopg.Connection[TupleRow] | None = None
-        self._plans: dict[Table, _Plan] = {}
+        self._plans: dict[Table, Plan] = {}
         self._ledger = sql.Identifier(settings.target_schema, "cdc_ledger")
         self._lock, self._move = (part.format(ledger=self._ledger) for part in (_LOCK, _MOVE))
 
@@ -244,9 +191,7 @@ class WarehouseSink:
             floor = (generation << OFFSET_BITS) | (next_offset or 0)
             fresh += [change for change in piece.changes if change.version >= floor]
             if fresh:
-                with connection.cursor() as cursor, cursor.copy(plan.copy) as copy:
-                    for at in range(0, len(fresh), _ROWS_PER_COPY):
-                        copy.write(plan.lines(fresh[at : at + _ROWS_PER_COPY]))
+                plan.stage(connection, fresh)
             deletes = sum(change.row is None for change in fresh)
             upserts = len(fresh) - deletes
             refused = upserts
@@ -338,9 +283,9 @@ class WarehouseSink:
             raise SinkUnusable(
                 f"{self.name}: {table.full_name} has no key", hint="add a primary key to the table"
             )
-        if {VERSION, _GONE} & {column.name for column in table.columns}:
+        if {VERSION, GONE} & {column.name for column in table.columns}:
             raise SinkUnusable(
-                f"{self.name}: {table.full_name} has a column named {VERSION} or {_GONE}",
+                f"{self.name}: {table.full_name} has a column named {VERSION} or {GONE}",
                 hint="rename the column at the source",
             )
         held = _held(connection, target)
@@ -348,7 +293,7 @@ class WarehouseSink:
             connection.execute(
                 sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({}))").format(
                     target,
-                    _definitions(table, sql.SQL(" bigint NOT NULL")),
+                    definitions(table, sql.SQL(" bigint NOT NULL")),
                     sql.SQL(", ").join(map(sql.Identifier, table.key)),
                 )
             )
@@ -378,41 +323,14 @@ class WarehouseSink:
                 )
             connection.execute(sql.SQL("ALTER TABLE {} {}").format(target, change))
 
-    def _plan(self, connection: psycopg.Connection[TupleRow], table: Table) -> _Plan:
+    def _plan(self, connection: psycopg.Connection[TupleRow], table: Table) -> Plan:
         found = self._plans.get(table)
         if found is not None:
             return found
         stage = sql.Identifier("pg_temp", f"cdc_stage_{len(self._plans)}")
-        columns = [*(column.name for column in table.columns), VERSION]
-        names = sql.SQL(", ").join(map(sql.Identifier, columns))
-        parts = {
-            "stage": stage,
-            "target": self._target(table),
-            "gone": sql.Identifier(_GONE),
-            "version": sql.Identifier(VERSION),
-            "columns": names,
-            "key": sql.SQL(", ").join(map(sql.Identifier, table.key)),
-            "changes": sql.SQL(", ").join(
-                sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name))
-                for name in columns
-                if name not in table.key
-            ),
-            "same_key": sql.SQL(" AND ").join(
-                sql.SQL("held.{0} = stage.{0}").format(sql.Identifier(name)) for name in table.key
-            ),
-        }
-        flag = sql.SQL(" bigint, {} boolean").format(sql.Identifier(_GONE))
-        connection.execute(_STAGE.format(stage=stage, columns=_definitions(table, flag)))
+        connection.execute(stage_table(table, stage))
         connection.commit()
-        with_flag = sql.SQL(", ").join([names, sql.Identifier(_GONE)])
-        plan = _Plan(
-            copy=_COPY.format(stage=stage, columns=with_flag),
-            upsert=_UPSERT.format(**parts),
-            delete=_DELETE.format(**parts),
-            columns=tuple((column.name, _encoder(column.type)) for column in table.columns),
-            key=table.key,
-        )
-        self._plans[table] = plan
+        self._plans[table] = plan = plan_of(table, self._target(table), stage)
         return plan
 
     def _connect(self) -> psycopg.Connection[TupleRow]:
@@ -508,14 +426,6 @@ def _hint(state: str) -> str:
             return "look into the server's log for this moment"
 
 
-def _definitions(table: Table, after_version: sql.SQL | sql.Composed) -> sql.Composed:
-    columns = [
-        sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(postgres_column(column.type)))
-        for column in table.columns
-    ]
-    return sql.SQL(", ").join([*columns, sql.Identifier(VERSION) + after_version])
-
-
 def _held(
     connection: psycopg.Connection[TupleRow], target: sql.Identifier
 ) -> dict[str, tuple[str, bool]]:
@@ -525,34 +435,3 @@ def _held(
         name: (re.sub(r"^character(?=$|\[)", "bpchar", type_), is_key)
         for name, type_, is_key in found
     }
-
-
-def _encoder(pg_type: str) -> _Encoder:
-    """The function that turns the values of a column into COPY's fields."""
-    write, parsed = copy_writer(pg_type), parse(pg_type)
-    is_text = parsed.kind in _TEXT_KINDS and not parsed.is_array
-    is_plain = parsed.kind in _PLAIN_KINDS and not parsed.is_array
-
-    def encode(values: list[Any]) -> list[str]:
-        present = [value for value in values if value is not None]
-        if is_text and set(map(type, present)) <= {str}:
-            fields = present
-        else:
-            fields = [write(value) for value in present]
-        if not is_plain and fields:
-            fields = _escaped(fields)
-        if len(fields) == len(values):
-            return fields
-        following = iter(fields)
-        return ["\\N" if value is None else next(following) for value in values]
-
-    return encode
-
-
-def _escaped(fields: list[str]) -> list[str]:
-    """Escape what COPY reads as something else; all at once, for mostly there is nothing to do."""
-    text = "\0".join(fields)  # PostgreSQL's text holds no NUL
-    if not any(special in text for special in "\\\n\r\t"):
-        return fields
-    text = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-    return text.replace("\t", "\\t").split("\0")
