@@ -26,14 +26,16 @@ def stretches(records: Iterable[Record], max_changes: int, max_bytes: int) -> It
 
     A key may come again in a later stretch; within one it stands once, at its newest offset.
     """
-    newest: dict[bytes | None, Record] = {}
+    newest: dict[bytes | int, Record] = {}
     size = 0
     next_offset = 0
     for record in records:
-        before = newest.pop(record.key, None)  # popped, so that the dictionary keeps offset order
+        # A record without a key is none that Debezium writes: each goes its own way.
+        key = record.offset if record.key is None else record.key
+        before = newest.pop(key, None)  # popped, so that the dictionary keeps offset order
         if before is not None:
             size -= _size(before)
-        newest[record.key] = record
+        newest[key] = record
         size += _size(record)
         next_offset = record.offset + 1
         if len(newest) >= max_changes or size >= max_bytes:

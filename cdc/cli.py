@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import cdc
 from cdc import logs, wiring
 from cdc.config import Config
 from cdc.errors import CdcError, ConfigError
+from cdc.quarantine import Kept
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,7 +93,9 @@ def _run(config: Config, *, once: bool) -> list[CdcError]:
     tables = outside.tables()
     ledger.plan(tables, {}, outside.topics(list(tables)))
     stop = threading.Event()
-    spark = session.open_session(config.name, config.spark, wiring.spark_settings(config))
+    spark = session.open_session(
+        config.name, config.spark, wiring.spark_settings(config), wiring.spark_threads(config)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):  # after Spark, which installs its own
         signal.signal(number, lambda *_: stop.set())
     try:
@@ -184,3 +188,120 @@ def _print_status(found: dict[str, Any]) -> None:
         click.echo(f"slot {found['slot']['name']}: {found['slot']['lag_bytes']} bytes behind")
     if found["hint"]:
         click.echo(f"try: {found['hint']}")
+
+
+@main.group()
+def quarantine() -> None:
+    """Records that a sink could not take: kept with their reasons, until replayed or dropped."""
+
+
+sink_option = click.option("--sink", "sinks", multiple=True, help="Only of this sink.")
+table_option = click.option("--table", "tables", multiple=True, help="Only of this table.")
+all_option = click.option("--all", "is_all", is_flag=True, help="All that is kept.")
+ids_argument = click.argument("ids", nargs=-1)
+
+
+@quarantine.command("list")
+@config_option
+@sink_option
+@table_option
+@json_option
+@told
+def quarantine_list(
+    path: Path, sinks: tuple[str, ...], tables: tuple[str, ...], *, as_json: bool
+) -> None:
+    """List what is kept, oldest first. No row values."""
+    from connectors import quarantine as store
+
+    found = [
+        each
+        for each in store.kept(wiring.load_config(path))
+        if (not sinks or each.sink in sinks) and (not tables or each.table in tables)
+    ]
+    if as_json:
+        click.echo(json.dumps([each.described() for each in found]))
+        return
+    if not found:
+        click.echo("the quarantine is empty")
+        return
+    shown = Table("id", "table", "kept at", "reason")
+    for each in found:
+        shown.add_row(each.id, each.table, each.kept_at, each.reason)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    click.echo(f"{len(found)} kept; cdc quarantine show ID shows a record, replay tries it again")
+
+
+@quarantine.command("show")
+@config_option
+@json_option
+@click.argument("id_", metavar="ID")
+@told
+def quarantine_show(path: Path, id_: str, *, as_json: bool) -> None:
+    """Show one record: position, reason, and key and value as they stood in the log."""
+    (found,) = _chosen(wiring.load_config(path), (id_,), is_all=False)
+    body = found.described() | {
+        "key": found.key and found.key.decode(errors="replace"),
+        "value": found.value and found.value.decode(errors="replace"),
+    }
+    if as_json:
+        click.echo(json.dumps(body))
+        return
+    for name, value in body.items():
+        click.echo(f"{name + ':':12} {'(none)' if value is None else value}")
+
+
+@quarantine.command("replay")
+@config_option
+@ids_argument
+@all_option
+@json_option
+@told
+def quarantine_replay(path: Path, ids: tuple[str, ...], *, is_all: bool, as_json: bool) -> None:
+    """Try again: write the newest record of each kept key, unless the sink has a newer one.
+
+    Safe beside a running daemon. What is taken leaves the quarantine; the rest stays.
+    """
+    config = wiring.load_config(path)
+    chosen = _chosen(config, ids, is_all=is_all)
+    done = wiring.replay(config, chosen)
+    if as_json:
+        click.echo(json.dumps(asdict(done)))
+    else:
+        click.echo(
+            f"{len(done.applied)} taken, {len(done.obsolete)} obsolete,"
+            f" {len(done.refused)} refused again"
+        )
+        for id_, reason in done.refused.items():
+            click.echo(f"  {id_}: {reason}")
+    if done.refused:
+        sys.exit(EXIT_FAILED)
+
+
+@quarantine.command("drop")
+@config_option
+@ids_argument
+@all_option
+@json_option
+@told
+def quarantine_drop(path: Path, ids: tuple[str, ...], *, is_all: bool, as_json: bool) -> None:
+    """Forget records for good. The sinks keep what they have of these rows."""
+    from connectors import quarantine as store
+
+    config = wiring.load_config(path)
+    chosen = _chosen(config, ids, is_all=is_all)
+    store.drop(config, [each.id for each in chosen])
+    _say([f"dropped {each.id}" for each in chosen], as_json=as_json)
+
+
+def _chosen(config: Config, ids: tuple[str, ...], *, is_all: bool) -> list[Kept]:
+    from connectors import quarantine as store
+
+    if bool(ids) == is_all:
+        raise ConfigError("name the records, or say --all", hint="cdc quarantine list shows ids")
+    found = {each.id: each for each in store.kept(config)}
+    missing = [id_ for id_ in ids if id_ not in found]
+    if missing:
+        raise CdcError(
+            f"the quarantine has no {', '.join(missing)}", hint="cdc quarantine list shows ids"
+        )
+    return list(found.values()) if is_all else [found[id_] for id_ in ids]

@@ -129,7 +129,7 @@ class Connect(Settings):
 
 
 class Spark(Settings):
-    master: str = "local[4]"
+    master: str = "auto"  # as many threads as there are partitions to write, over all sinks
     driver_memory: str = Field(default="1g", pattern=r"^\d+[mg]$")
     conf: dict[str, str] = Field(default_factory=dict)
 
@@ -138,6 +138,13 @@ class Batch(Settings):
     max_offsets: int = Field(default=50_000, gt=0)  # read per trigger, over all partitions
     max_changes: int = Field(default=5_000, gt=0)  # in one write
     max_bytes: Bytes = 8 << 20  # in one write
+
+
+class Quarantine(Settings):
+    """Past these limits the sink stops: then the mapping is wrong, or cdc is."""
+
+    max_run: int = Field(default=100, ge=0)  # refused changes, one after the other
+    max_ratio: float = Field(default=0.05, ge=0, le=1)  # of all changes, from 1,000 on
 
 
 class Run(Settings):
@@ -161,6 +168,7 @@ class Config(Settings):
     connect: Connect = Connect()
     spark: Spark = Spark()
     batch: Batch = Batch()
+    quarantine: Quarantine = Quarantine()
     run: Run = Run()
     sinks: tuple[SerializeAsAny[SinkSettings], ...] = Field(min_length=1)
 

@@ -7,12 +7,13 @@
     │   ├── QueryLost          Spark ended the query for reasons of its own              → reopen
     │   │   └── TopicMissing   deleted, or not made yet                            → retry
     │   ├── TopicChanged       the topic is not the one the ledger knows                 → stop
-    │   └── MalformedRecord    a record that is not what Debezium writes                 → stop
+    │   └── MalformedRecord    a record that is not what Debezium writes           → quarantine
     └── SinkError
         ├── SinkUnavailable    refused, reset, timed out, fail-over                      → retry
         │   └── SinkBusy       too much at once: 429, or a request too large   → retry with less
         ├── SchemaMoved        rows carry a column the sink does not know yet            → reopen
         ├── SinkFenced         another writer has taken over                             → stop
+        ├── TooManyRefused     more than single rows cannot be taken                     → stop
         └── SinkUnusable       wrong password, missing right, wrong version, unknown     → stop
 
 No message ever holds a row value, a key or a secret: table, partition, offset, counts.
@@ -83,6 +84,10 @@ class SchemaMoved(SinkError):
 
 
 class SinkFenced(SinkError):
+    pass
+
+
+class TooManyRefused(SinkError):
     pass
 
 

@@ -6,7 +6,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cdc.errors import CdcError, QueryLost, SchemaMoved, SinkUnavailable, SourceUnavailable
+from cdc.errors import (
+    CdcError,
+    QueryLost,
+    SchemaMoved,
+    SinkFenced,
+    SinkUnavailable,
+    SourceUnavailable,
+)
 
 FIRST_DELAY_S = 0.5
 
@@ -25,20 +32,25 @@ class Stop:
     hint: str
 
 
+FENCED_HINT = "another cdc run writes to this sink: stop one of the two"
 UNKNOWN_HINT = "this is not an error cdc knows how to survive: mend the cause and start again"
 # Reopening reads catalogue, topics and ledger anew: if that does not help soon, it never will.
 MAX_REOPENINGS = 5
+# A run to the end of the log has somebody waiting for it, so it does not retry for ever.
+ONCE_PATIENCE_S = 10.0
 
 
 def decide(
     error: CdcError, attempt: int, longest_s: float, jitter: Callable[[], float] = random.random
 ) -> Retry | Stop:
-    """*attempt* counts failures since the last progress, from 1. Unknown means stop."""
+    """*attempt* counts failures of this kind since the last progress. Unknown means stop."""
     match error:
         case SinkUnavailable() | SourceUnavailable():
             return Retry(backoff(attempt, longest_s, jitter))
         case SchemaMoved() | QueryLost() if attempt <= MAX_REOPENINGS:
             return Retry(backoff(attempt, longest_s, jitter))
+        case SinkFenced():
+            return Stop(error.hint or FENCED_HINT)
         case _:
             return Stop(error.hint or UNKNOWN_HINT)
 

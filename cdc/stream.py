@@ -6,7 +6,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -15,10 +16,13 @@ import orjson
 from pyspark.errors import PySparkException
 
 from cdc import writer
+from cdc.batch import Record
+from cdc.change import version_of
 from cdc.config import Kafka
 from cdc.errors import CdcError, QueryLost, from_data
 from cdc.ledger import starting_offsets
-from cdc.sink import FRAME_COLUMNS, Entry, FrameSink, Sink
+from cdc.quarantine import too_many
+from cdc.sink import FRAME_COLUMNS, Entry, FrameSink, Refusal, Sink, Written
 from cdc.writer import Job, Report
 
 if TYPE_CHECKING:
@@ -100,6 +104,12 @@ class Stream:
             for topic, offsets in parsed.items()
         }
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two batches: nothing is written until the block ends."""
+        with self._in_batch:
+            yield
+
     def stop(self, within_s: float) -> None:
         """Let the running batch finish, if it does so in time; then end the query."""
         self._stopping = True
@@ -177,13 +187,57 @@ def _apply_frame(job: Job, sink: FrameSink, frame: DataFrame) -> list[Report]:
             mine = [report for report in reports if report.topic == topic]
             offsets = {r.partition: r.next_offset for r in mine if r.next_offset is not None}
             changes = lines.where(lines.topic == topic).where("report is null")
-            written = sink.merge(
-                job.token, topic, job.tables[topic], changes.select(*FRAME_COLUMNS), offsets
-            )
-            mine[0].applied, mine[0].stale = written[:2]
+            written, refused = _merge(job, sink, topic, offsets, changes=changes, records=frame)
+            mine[0].applied, mine[0].stale = written.applied, written.stale
+            mine[0].refused += refused
         return reports
     finally:
         lines.unpersist()
+
+
+def _merge(
+    job: Job,
+    sink: FrameSink,
+    topic: str,
+    offsets: Mapping[int, int],
+    *,
+    changes: DataFrame,
+    records: DataFrame,
+) -> tuple[Written, int]:
+    """Merge *changes*; what is refused goes into the quarantine, as it stands in *records*."""
+    refused: list[Refusal] = []
+    while True:
+        frame = changes.where(_beyond(refused, job.generations[topic])).select(*FRAME_COLUMNS)
+        written = sink.merge(job.token, topic, job.tables[topic], frame, offsets)
+        if not written.refused:
+            return written, len(refused)
+        refused += written.refused
+        for partition in sorted({refusal.partition for refusal in written.refused}):
+            reasons = {r.offset: r.reason for r in written.refused if r.partition == partition}
+            found = _originals(records, topic, partition, reasons)
+            job.keep(writer.kept(job, topic, partition, found, reasons))
+        if len(refused) > job.tolerated.max_run:
+            raise too_many(job.sink.name, f"{len(refused)} changes of one batch of {topic}")
+
+
+def _originals(
+    records: DataFrame, topic: str, partition: int, offsets: Iterable[int]
+) -> list[Record]:
+    wanted = f"partition = {partition} AND offset IN ({', '.join(map(str, offsets))})"
+    return [
+        Record(row["offset"], _bytes(row["key"]), _bytes(row["value"]))
+        for row in records.where(records["topic"] == topic).where(wanted).collect()
+    ]
+
+
+def _bytes(raw: bytearray | None) -> bytes | None:
+    return None if raw is None else bytes(raw)
+
+
+def _beyond(refused: Sequence[Refusal], generation: int) -> str:
+    """SQL that leaves *refused* out."""
+    places = [f"({r.partition}, {version_of(generation, r.offset)}L)" for r in refused]
+    return f"(partition, version) NOT IN ({', '.join(places)})" if places else "true"
 
 
 def _from_spark(sink: str, error: Exception) -> QueryLost:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc import config as configuration
 from cdc.config import Config, SinkSettings
+from cdc.quarantine import Kept
+from cdc.replay import Log, Replayed
+from cdc.replay import replay as replay_one
 from cdc.sink import FrameSink, Sink
 from cdc.supervisor import Outside
 
@@ -23,6 +28,7 @@ _SINKS = {
     "delta": ("sinks.delta", "DeltaSettings", "DeltaSink"),
 }
 _ON_FRAMES = frozenset({"delta"})
+_FEWEST_THREADS, _MOST_THREADS = 4, 32
 
 
 def load_config(path: Path) -> Config:
@@ -62,6 +68,12 @@ def row_sink_modules() -> list[str]:
     return [module for kind, (module, _, _) in _SINKS.items() if kind not in _ON_FRAMES]
 
 
+def spark_threads(config: Config) -> int:
+    """Enough that the tasks of a sink that does not answer leave room for those of all others."""
+    tasks = len(config.sinks) * len(config.source.tables) * config.kafka.partitions
+    return max(_FEWEST_THREADS, min(_MOST_THREADS, tasks))
+
+
 def spark_settings(config: Config) -> dict[str, str]:
     """What the configured sinks need of the Spark session."""
     wanted: dict[str, str] = {}
@@ -71,11 +83,54 @@ def spark_settings(config: Config) -> dict[str, str]:
 
 
 def outside(config: Config) -> Outside:
-    from connectors import catalogue, topics
+    from connectors import catalogue, lifecycle, quarantine, topics
+    from connectors.postgres import quarantine_topic
 
     return Outside(
         tables=lambda: catalogue.read_tables(config),
         topics=lambda names: topics.describe(config, names),
         open_sink=open_sink,
         open_here=open_here,
+        keep=partial(quarantine.keep, config.kafka, quarantine_topic(config)),
+        is_whole=partial(lifecycle.is_whole, config),
     )
+
+
+def replay(config: Config, kept: Sequence[Kept]) -> Replayed:
+    """Try *kept* once more, sink by sink; what may leave the quarantine leaves it."""
+    from connectors import catalogue, quarantine, topics
+
+    log = Log(topics=partial(topics.describe, config), newest=partial(quarantine.newest, config))
+    tables = catalogue.read_tables(config)
+    settings = {sink.name: sink for sink in config.sinks}
+    done = Replayed()
+    for name in sorted({each.sink for each in kept}):
+        mine = [each for each in kept if each.sink == name]
+        if name not in settings:
+            done.refused |= {each.id: "the sink is not configured any more" for each in mine}
+            continue
+        with _opened(config, settings[name]) as sink:
+            sink.prepare(tables)
+            tried = replay_one(mine, tables, sink, log)
+        done.applied += tried.applied
+        done.obsolete += tried.obsolete
+        done.refused |= tried.refused
+        quarantine.drop(config, [*tried.applied, *tried.obsolete])
+    return done
+
+
+@contextmanager
+def _opened(config: Config, settings: SinkSettings) -> Iterator[Sink | FrameSink]:
+    """A sink for a command; one that takes frames gets a Spark of its own."""
+    spark: Any = None
+    if settings.type in _ON_FRAMES:
+        from cdc import session
+
+        spark = session.open_session(config.name, config.spark, spark_settings(config))
+    sink = open_here(settings, spark)
+    try:
+        yield sink
+    finally:
+        sink.close()
+        if spark is not None:
+            spark.stop()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import atexit
 import pickle
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -19,10 +20,12 @@ import pyarrow as pa
 
 from cdc.batch import Record, Stretch, stretches
 from cdc.change import Change, Slice, Table, key_text, version_of
-from cdc.config import Batch, SinkSettings
+from cdc.config import Batch, Quarantine, SinkSettings
 from cdc.envelope import decode
-from cdc.errors import CdcError, MalformedRecord, SinkUnusable
-from cdc.sink import Sink
+from cdc.errors import CdcError, MalformedRecord, SinkBusy, SinkUnusable
+from cdc.pace import Pace, part
+from cdc.quarantine import Kept, longest_run, too_many
+from cdc.sink import Refusal, Sink
 
 RECORD_COLUMNS = ("topic", "partition", "offset", "key", "value")
 REPORT_SCHEMA = "report string"
@@ -35,10 +38,13 @@ class Job:
 
     sink: SinkSettings
     open_sink: Callable[[SinkSettings], Sink]
+    keep: Callable[[Sequence[Kept]], None]  # durably, in the quarantine
     token: int
     tables: Mapping[str, Table]  # by topic
     generations: Mapping[str, int]  # by topic
+    topic_ids: Mapping[str, str]  # by topic
     limits: Batch
+    tolerated: Quarantine
 
 
 @dataclass(slots=True)
@@ -50,12 +56,14 @@ class Report:
     changes: int = 0
     applied: int = 0
     stale: int = 0
+    refused: int = 0
     next_offset: int | None = None
     oldest_us: int | None = None  # commit time at the source of the oldest change applied
     error: dict[str, str] | None = None
 
-    def count(self, changes: Iterable[Change], next_offset: int) -> None:
+    def count(self, changes: Sequence[Change], next_offset: int) -> None:
         """Note *changes* as read, and where reading goes on."""
+        self.changes += len(changes)
         times = [c.committed_us for c in changes if c.committed_us is not None]
         if self.oldest_us is not None:
             times.append(self.oldest_us)
@@ -68,21 +76,90 @@ def write(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
     for topic, partition, records in _partitions(batches):
         report = Report(topic, partition)
         try:
-            sink = _opened(job)
             for stretch in stretches(records, job.limits.max_changes, job.limits.max_bytes):
-                changes = tuple(_decoded(job, topic, partition, stretch))
-                piece = Slice(job.tables[topic], topic, partition, stretch.next_offset, changes)
-                written = sink.write(job.token, piece)
-                report.changes += len(changes)
-                report.applied += written.applied
-                report.stale += written.stale
-                report.count(changes, stretch.next_offset)
+                _write(job, report, stretch)
         except Exception as error:  # noqa: BLE001 - it goes home as data, classified or not
             _forget(job)
             report.error = as_data(error, job.sink.name)
         yield pa.RecordBatch.from_pydict({"report": [orjson.dumps(asdict(report)).decode()]})
         if report.error is not None:
             return
+
+
+def _write(job: Job, report: Report, stretch: Stretch) -> None:
+    """Make *stretch* durable: in the sink, and what it cannot take in the quarantine."""
+    refused = _Refused(job, report, stretch)
+    changes = _decoded(job, refused)
+    table = job.tables[report.topic]
+    piece = Slice(table, report.topic, report.partition, stretch.next_offset, tuple(changes))
+    sink, pace = _opened(job), _paces.setdefault(job.sink.name, Pace(job.limits.max_changes))
+    at = 0
+    while True:
+        some = part(piece, at, pace.size)
+        try:
+            written = sink.write(job.token, some)
+        except SinkBusy as error:
+            pace.slower(error)
+            continue
+        pace.faster()
+        report.applied += written.applied
+        if written.refused:
+            refused.keep(written.refused)
+            left = tuple(c for c in piece.changes if c.offset not in refused.offsets)
+            piece = replace(piece, changes=left)
+            continue
+        report.stale += written.stale
+        at += len(some.changes)
+        if at >= len(piece.changes):
+            break
+    report.count(changes, stretch.next_offset)
+
+
+class _Refused:
+    """What cannot be taken of one stretch, kept in the quarantine as soon as it is known."""
+
+    def __init__(self, job: Job, report: Report, stretch: Stretch) -> None:
+        self.stretch = stretch
+        self.report = report
+        self.offsets: set[int] = set()
+        self._job = job
+
+    def keep(self, refusals: Sequence[Refusal]) -> None:
+        """Keep *refusals*. Raises TooManyRefused when they are no single rows."""
+        reasons = {refusal.offset: refusal.reason for refusal in refusals}
+        records = [record for record in self.stretch.records if record.offset in reasons]
+        if len(records) < len(reasons) or reasons.keys() & self.offsets:
+            raise SinkUnusable(f"{self._job.sink.name}: refused what it was not given")
+        report = self.report
+        self._job.keep(kept(self._job, report.topic, report.partition, records, reasons))
+        self.offsets |= reasons.keys()
+        report.refused += len(reasons)
+        run = longest_run([record.offset for record in self.stretch.records], self.offsets)
+        if run > self._job.tolerated.max_run:
+            what = f"{run} changes of {report.topic} partition {report.partition} in a row"
+            raise too_many(self._job.sink.name, what)
+
+
+def kept(
+    job: Job, topic: str, partition: int, records: Iterable[Record], reasons: Mapping[int, str]
+) -> list[Kept]:
+    """*records* as they go into the quarantine, each with its reason by offset."""
+    return [
+        Kept(
+            sink=job.sink.name,
+            topic=topic,
+            topic_id=job.topic_ids[topic],
+            generation=job.generations[topic],
+            partition=partition,
+            offset=record.offset,
+            table=job.tables[topic].full_name,
+            reason=reasons[record.offset],
+            kept_us=time.time_ns() // 1000,
+            key=record.key,
+            value=record.value,
+        )
+        for record in records
+    ]
 
 
 def lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -92,12 +169,11 @@ def lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatc
         newest: dict[str, Change] = {}
         try:
             for stretch in stretches(records, job.limits.max_changes, job.limits.max_bytes):
-                changes = list(_decoded(job, topic, partition, stretch))
+                changes = _decoded(job, _Refused(job, report, stretch))
                 newest.update((key_text(change.key), change) for change in changes)
                 report.count(changes, stretch.next_offset)
         except Exception as error:  # noqa: BLE001 - it goes home as data, classified or not
             report.error = as_data(error, job.sink.name)
-        report.changes = len(newest)
         yield _frame(topic, partition, newest, report)
 
 
@@ -141,19 +217,26 @@ def _partitions(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, int, I
         yield topic, partition, (Record(row[2], row[3], row[4]) for row in group)
 
 
-def _decoded(job: Job, topic: str, partition: int, stretch: Stretch) -> Iterator[Change]:
+def _decoded(job: Job, refused: _Refused) -> list[Change]:
+    """The changes of a stretch; what is none goes into the quarantine."""
+    topic, partition = refused.report.topic, refused.report.partition
     table, generation = job.tables[topic], job.generations[topic]
-    for offset, key, value in stretch.records:
+    changes: list[Change] = []
+    malformed: list[Refusal] = []
+    for offset, key, value in refused.stretch.records:
         try:
-            yield decode(table, key, value, version_of(generation, offset))
+            changes.append(decode(table, key, value, version_of(generation, offset)))
         except MalformedRecord as error:
-            raise MalformedRecord(
-                f"{topic} partition {partition} offset {offset}: {error}", hint=error.hint
-            ) from None
+            reason = f"{error}; {error.hint}" if error.hint else str(error)
+            malformed.append(Refusal(partition, offset, reason))
+    if malformed:
+        refused.keep(malformed)
+    return changes
 
 
 # One open sink per settings and Python worker: workers are reused, connections are worth keeping.
 _open: dict[bytes, Sink] = {}
+_paces: dict[str, Pace] = {}  # by sink
 
 
 def _opened(job: Job) -> Sink:

@@ -78,6 +78,10 @@ def heartbeat_topic(config: Config) -> str:
     return f"__debezium-heartbeat.{config.name}"
 
 
+def quarantine_topic(config: Config) -> str:
+    return f"__cdc-quarantine.{config.name}"
+
+
 def topic_of(config: Config, table: str) -> str:
     """The topic of *table* ("schema.table"), named as Debezium 3.6 names it.
 

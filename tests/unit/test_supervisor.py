@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from cdc.config import Run
+from cdc.config import Quarantine, Run
 from cdc.errors import CdcError
 from cdc.policy import UNKNOWN_HINT
 from cdc.supervisor import Outside, SinkThread
@@ -15,8 +15,9 @@ def test_a_sink_that_stops_always_says_what_to_do():
         raise CdcError("nobody classified this")
 
     settings = SimpleNamespace(name="cache")
-    outside = Outside(tables=tables, topics=None, open_sink=None, open_here=None)
-    thread = SinkThread(None, SimpleNamespace(run=Run()), settings, outside, once=False)
+    outside = Outside(tables, None, None, None, None, None)
+    config = SimpleNamespace(run=Run(), quarantine=Quarantine())
+    thread = SinkThread(None, config, settings, outside, once=False)
     thread.start()
     thread.join(10)
     assert thread.status.state == "failed"
