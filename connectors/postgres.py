@@ -21,6 +21,9 @@ HIDDEN = "***"
 # hold, and under REPLICA IDENTITY FULL a record carries the row twice.
 MAX_RECORD_BYTES = 16 << 20
 
+# What was refused is kept as base64, which makes 4 bytes of 3, with a little beside it.
+MAX_KEPT_BYTES = MAX_RECORD_BYTES * 3 // 2
+
 # Often enough that an idle database's slot does not hold much WAL, rare enough to be no load.
 HEARTBEAT_INTERVAL_MS = 10_000
 

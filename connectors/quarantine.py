@@ -24,10 +24,8 @@ from cdc.batch import Record
 from cdc.config import Config, Kafka
 from cdc.errors import SourceError, SourceUnavailable
 from cdc.quarantine import Kept, decode, encode
-from connectors.postgres import MAX_RECORD_BYTES, quarantine_topic
+from connectors.postgres import MAX_KEPT_BYTES, quarantine_topic
 
-# base64 makes 4 bytes of 3, and there are two copies of nothing else.
-MAX_KEPT_BYTES = MAX_RECORD_BYTES * 3 // 2
 _ANSWER_S = 20.0
 _POLL_S = 1.0
 _HINT = "is Kafka up? The topic of the quarantine is made by: cdc connectors apply"

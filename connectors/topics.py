@@ -33,7 +33,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it re-expor
 from cdc.config import Config
 from cdc.errors import SourceError, SourceUnavailable
 from cdc.ledger import TopicState
-from connectors.postgres import MAX_RECORD_BYTES, heartbeat_topic, table_topics
+from connectors.postgres import (
+    MAX_KEPT_BYTES,
+    MAX_RECORD_BYTES,
+    heartbeat_topic,
+    quarantine_topic,
+    table_topics,
+)
 
 # How long one question to Kafka may take, and how long to look for any broker at all.
 _ANSWER_S = 20.0
@@ -80,7 +86,14 @@ def wanted_topics(config: Config) -> list[TopicSpec]:
         for topic in table_topics(config)
     ]
     # Debezium writes one small record there every few seconds, always with the same key.
-    return [*tables, TopicSpec(heartbeat_topic(config), 1, kafka.replication, compacted)]
+    heartbeat = TopicSpec(heartbeat_topic(config), 1, kafka.replication, compacted)
+    return [*tables, heartbeat, quarantine_spec(config)]
+
+
+def quarantine_spec(config: Config) -> TopicSpec:
+    """Kept until dropped by a person, so nothing here may expire."""
+    settings = {_POLICY: "compact", "max.message.bytes": str(MAX_KEPT_BYTES)}
+    return TopicSpec(quarantine_topic(config), 1, config.kafka.replication, settings)
 
 
 def check_topics(config: Config) -> None:
