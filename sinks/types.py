@@ -352,7 +352,9 @@ def _array_literal(value: Any, write: Callable[[Any], str]) -> str:
     if isinstance(value, str):
         return value
     if write is _plain and value and set(map(type, value)) == {str}:
-        text = "\0".join(value)  # PostgreSQL's text holds no NUL
+        text = "\0".join(value)
+        if text.count("\0") >= len(value):
+            raise ValueError("PostgreSQL's text holds no NUL")
         text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
         return f'{{"{text}"}}'
     parts = []

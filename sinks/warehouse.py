@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -26,9 +26,19 @@ from pydantic import Field, SecretStr
 from cdc.change import OFFSET_BITS, Change, Row, Slice, Table
 from cdc.config import Seconds, Secret, SinkSettings
 from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Claim, Entry, Written
+from cdc.sink import Claim, Entry, Refusal, Written
 from sinks.types import postgres_column, postgres_read_cast
-from sinks.warehouse_copy import GONE, VERSION, Plan, definitions, plan_of, stage_table
+from sinks.warehouse_copy import (
+    GONE,
+    VERSION,
+    Connection,
+    Plan,
+    Unwritable,
+    definitions,
+    is_refusal,
+    plan_of,
+    stage_table,
+)
 
 _NAME_BYTES = 63  # PostgreSQL cuts longer identifiers without an error
 _ROWS_PER_FETCH = 5_000
@@ -43,26 +53,34 @@ _LEDGER = sql.SQL("""
         generation integer NOT NULL DEFAULT 0,
         partitions integer NOT NULL DEFAULT 0,
         next_offset bigint,
+        unswept boolean NOT NULL DEFAULT false,
         PRIMARY KEY (sink, topic, partition)
     )""")
+_ADD_UNSWEPT = sql.SQL("ALTER TABLE {ledger} ADD COLUMN unswept boolean NOT NULL DEFAULT false")
 _CLAIM = sql.SQL("""
     INSERT INTO {ledger} AS line (sink, topic, partition, token) VALUES (%s, '', -1, 1)
     ON CONFLICT (sink, topic, partition) DO UPDATE SET token = line.token + 1
     RETURNING token""")
 _FENCE = sql.SQL("UPDATE {ledger} SET token = %s WHERE sink = %s AND topic <> ''")
 _ENTRIES = sql.SQL("""
-    SELECT topic, partition, topic_id, generation, partitions, next_offset
+    SELECT topic, partition, topic_id, generation, partitions, next_offset, unswept
     FROM {ledger} WHERE sink = %s AND topic <> ''""")
 _LOCK = sql.SQL("""
     SELECT token, generation, next_offset FROM {ledger}
     WHERE sink = %s AND topic = %s AND partition = %s FOR UPDATE""")
+_LOCK_TOPIC = sql.SQL("""
+    SELECT token, generation FROM {ledger}
+    WHERE sink = %s AND topic = %s ORDER BY partition FOR UPDATE""")
 _CLEAR = sql.SQL("DELETE FROM {ledger} WHERE sink = %s AND topic <> ''")
 _ASSIGN = sql.SQL("""
     INSERT INTO {ledger}
-        (sink, topic, partition, token, topic_id, generation, partitions, next_offset)
-    VALUES (%s, %s, %s, %s, %s, %s, %s, %s)""")
+        (sink, topic, partition, token, topic_id, generation, partitions, next_offset, unswept)
+    VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s)""")
 _MOVE = sql.SQL("""
     UPDATE {ledger} SET next_offset = %s WHERE sink = %s AND topic = %s AND partition = %s""")
+_NEWEST = sql.SQL("SELECT max({version}) FROM {target}")
+_SWEEP = sql.SQL("DELETE FROM {target} WHERE {version} < %s")
+_SWEPT = sql.SQL("UPDATE {ledger} SET unswept = false WHERE sink = %s AND topic = %s")
 _HELD = sql.SQL("""
     SELECT attname, format_type(atttypid, atttypmod), coalesce(attnum = ANY (key.indkey), false)
     FROM pg_attribute
@@ -85,8 +103,6 @@ _NOT_LET_IN = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba\.conf entry"
     r"|permission denied|not permitted to log in|does not support SSL|certificate"
 )
-_COPY_PLACE = re.compile(r'COPY [^,]+, line (\d+)(?:, column ("[^"]+"|[^:]+))?')
-
 
 # Text as the reader of `rows` expects it. With hash and merge joins off, a delete looks its keys up
 # in the index even when nothing is known of the staging table. A writer that was cut off must not
@@ -133,8 +149,9 @@ class WarehouseSink:
     def __init__(self, settings: WarehouseSettings) -> None:
         self.name = settings.name
         self._settings = settings
-        self._connection: psycopg.Connection[TupleRow] | None = None
+        self._connection: Connection | None = None
         self._plans: dict[Table, Plan] = {}
+        self._tables: dict[str, Table] = {}
         self._ledger = sql.Identifier(settings.target_schema, "cdc_ledger")
         self._lock, self._move = (part.format(ledger=self._ledger) for part in (_LOCK, _MOVE))
 
@@ -148,6 +165,7 @@ class WarehouseSink:
                 raise SinkUnusable(f"{self.name}: two source tables share one target table")
             for table in tables.values():
                 self._prepare_table(connection, table)
+        self._tables = dict(tables)
 
     def claim(self) -> Claim:
         with self._transaction("claim") as connection:
@@ -158,17 +176,17 @@ class WarehouseSink:
                 _ENTRIES.format(ledger=self._ledger), (self.name,)
             ).fetchall()
         entries: dict[str, Entry] = {}
-        for topic, partition, topic_id, generation, partitions, next_offset in lines:
+        for topic, partition, topic_id, generation, partitions, next_offset, unswept in lines:
             before = entries[topic].offsets if topic in entries else {}
-            offsets = {} if next_offset is None else {partition: next_offset}
-            entries[topic] = Entry(topic_id, generation, partitions, {**before, **offsets})
-        return Claim(token, entries)
+            offsets = {**before} if next_offset is None else {**before, partition: next_offset}
+            entries[topic] = Entry(topic_id, generation, partitions, offsets, unswept)
+        return Claim(token, {**self._lost(self._tables.keys() - entries.keys()), **entries})
 
     def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
         lines = [
             (
                 *(self.name, topic, partition, token, entry.topic_id, entry.generation),
-                *(entry.partitions, entry.offsets.get(partition)),
+                *(entry.partitions, entry.offsets.get(partition), entry.unswept),
             )
             for topic, entry in entries.items()
             for partition in range(entry.partitions)
@@ -180,33 +198,54 @@ class WarehouseSink:
             connection.cursor().executemany(_ASSIGN.format(ledger=self._ledger), lines)
 
     def write(self, token: int, piece: Slice) -> Written:
-        where = f"{piece.table.full_name} partition {piece.partition}"
         line = (self.name, piece.topic, piece.partition)
-        fresh: list[Change] = []
-        with self._transaction(where, fresh) as connection:
-            plan = self._plan(connection, piece.table)
+        reached: int | None = None
+
+        def fresh(connection: Connection) -> list[Change]:
+            nonlocal reached
             with connection.pipeline():
                 held = connection.execute(self._lock, line, prepare=True).fetchone()
-            _, generation, next_offset = self._check(token, held)
-            floor = (generation << OFFSET_BITS) | (next_offset or 0)
-            fresh += [change for change in piece.changes if change.version >= floor]
-            if fresh:
-                plan.stage(connection, fresh)
-            deletes = sum(change.row is None for change in fresh)
-            upserts = len(fresh) - deletes
-            refused = upserts
-            with connection.pipeline():
-                if upserts:
-                    upserted = connection.execute(plan.upsert, prepare=True)
-                if deletes:
-                    connection.execute(plan.delete, prepare=True)
-                if next_offset is None or next_offset < piece.next_offset:
-                    connection.execute(self._move, (piece.next_offset, *line), prepare=True)
-                connection.commit()
-            if upserts:
-                refused -= upserted.rowcount
-        applied = len(fresh) - refused
-        return Written(applied, len(piece.changes) - applied)
+            _, generation, reached = self._check(token, held)
+            floor = (generation << OFFSET_BITS) | (reached or 0)
+            return [change for change in piece.changes if change.version >= floor]
+
+        def finish(connection: Connection) -> None:
+            if reached is None or reached < piece.next_offset:
+                connection.execute(self._move, (piece.next_offset, *line), prepare=True)
+            connection.commit()
+
+        written = self._apply(piece, fresh, finish)
+        return written or Written(0, len(piece.changes))
+
+    def repair(self, piece: Slice) -> Written | None:
+        """No tombstone tells of a newer delete: the ledger does, and stands still meanwhile."""
+
+        def newest(connection: Connection) -> list[Change] | None:
+            line = (self.name, piece.topic, piece.partition)
+            held = connection.execute(self._lock, line).fetchone()
+            if held is None or (held[2] or 0) > piece.next_offset:
+                return None
+            if any(change.generation != held[1] for change in piece.changes):
+                return None
+            return list(piece.changes)
+
+        return self._apply(piece, newest, lambda connection: connection.commit())
+
+    def sweep(self, token: int, topic: str, table: Table) -> int:
+        with self._transaction(f"sweep {table.full_name}") as connection:
+            connection.execute("SET LOCAL statement_timeout = 0")
+            # First the line that a claim takes first: else the two could wait for each other.
+            self._check(token, connection.execute(self._lock, (self.name, "", -1)).fetchone())
+            lines = connection.execute(
+                _LOCK_TOPIC.format(ledger=self._ledger), (self.name, topic)
+            ).fetchall()
+            _, generation = self._check(token, lines[0] if lines else None)
+            swept = connection.execute(
+                _SWEEP.format(target=self._target(table), version=sql.Identifier(VERSION)),
+                (generation << OFFSET_BITS,),
+            )
+            connection.execute(_SWEPT.format(ledger=self._ledger), (self.name, topic))
+            return swept.rowcount
 
     def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
         columns = [
@@ -234,6 +273,55 @@ class WarehouseSink:
         if connection is not None:
             connection.close()
 
+    def _apply(
+        self,
+        piece: Slice,
+        choose: Callable[[Connection], list[Change] | None],
+        finish: Callable[[Connection], None],
+    ) -> Written | None:
+        """Apply what *choose* gives under the ledger's lock, and *finish*; or say what is refused.
+
+        None, and nothing done, if *choose* says so.
+        """
+        where = f"{piece.table.full_name} partition {piece.partition}"
+        with self._transaction(where) as connection:
+            plan = self._plan(connection, piece.table)
+            changes = choose(connection)
+            if changes is None:
+                return None
+            try:
+                applied = plan.apply(connection, changes, lambda: finish(connection))
+            except (psycopg.Error, Unwritable) as error:
+                if not is_refusal(error):
+                    raise
+                connection.rollback()
+                if choose(connection) is None:
+                    return None
+                refused = plan.refused(connection, changes, error)
+                connection.rollback()
+                if not refused:  # it was about the ledger, or has passed
+                    raise
+                return Written(
+                    0, 0, tuple(Refusal(piece.partition, c.offset, why) for c, why in refused)
+                )
+        return Written(applied, len(piece.changes) - applied)
+
+    def _lost(self, topics: Collection[str]) -> dict[str, Entry]:
+        """What rows say of themselves, for *topics* of which the ledger says nothing."""
+        found: dict[str, Entry] = {}
+        if not topics:
+            return found
+        with self._transaction("look for rows without a ledger") as connection:
+            connection.execute("SET LOCAL statement_timeout = 0")  # no index has the version
+            for topic in topics:
+                query = _NEWEST.format(
+                    target=self._target(self._tables[topic]), version=sql.Identifier(VERSION)
+                )
+                newest = (connection.execute(query).fetchone() or (None,))[0]
+                if newest is not None:
+                    found[topic] = Entry("", newest >> OFFSET_BITS, 0)
+        return found
+
     def _target(self, table: Table) -> sql.Identifier:
         return sql.Identifier(self._settings.target_schema, target_name(table))
 
@@ -247,13 +335,16 @@ class WarehouseSink:
             raise SinkFenced(f"{self.name}: token {token} is old, {line[0]} has taken over")
         return line
 
-    def _prepare_schema(self, connection: psycopg.Connection[TupleRow]) -> None:
+    def _prepare_schema(self, connection: Connection) -> None:
         schema = self._settings.target_schema
         known = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
         if known.fetchone() is None:
             connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
-        if not _held(connection, self._ledger):
+        held = _held(connection, self._ledger)
+        if not held:
             connection.execute(_LEDGER.format(ledger=self._ledger))
+        elif "unswept" not in held:  # made before there were sweeps
+            connection.execute(_ADD_UNSWEPT.format(ledger=self._ledger))
         right = "SELECT has_database_privilege(current_database(), 'TEMP')"
         if (connection.execute(right).fetchone() or (False,))[0] is not True:
             raise SinkUnusable(
@@ -263,9 +354,7 @@ class WarehouseSink:
             )
         self._check_rights(connection, self._ledger, "cdc_ledger")
 
-    def _check_rights(
-        self, connection: psycopg.Connection[TupleRow], target: sql.Identifier, name: str
-    ) -> None:
+    def _check_rights(self, connection: Connection, target: sql.Identifier, name: str) -> None:
         row = connection.execute(
             "SELECT " + ", ".join(f"has_table_privilege(%(name)s, '{each}')" for each in _RIGHTS),
             {"name": target.as_string(connection)},
@@ -277,7 +366,7 @@ class WarehouseSink:
                 hint=f"GRANT {', '.join(missing)} ON {name} TO {self._settings.user}",
             )
 
-    def _prepare_table(self, connection: psycopg.Connection[TupleRow], table: Table) -> None:
+    def _prepare_table(self, connection: Connection, table: Table) -> None:
         target, name = self._target(table), target_name(table)
         if not table.key:
             raise SinkUnusable(
@@ -323,7 +412,7 @@ class WarehouseSink:
                 )
             connection.execute(sql.SQL("ALTER TABLE {} {}").format(target, change))
 
-    def _plan(self, connection: psycopg.Connection[TupleRow], table: Table) -> Plan:
+    def _plan(self, connection: Connection, table: Table) -> Plan:
         found = self._plans.get(table)
         if found is not None:
             return found
@@ -362,16 +451,14 @@ class WarehouseSink:
             raise SinkUnavailable(f"{where} is not reachable: {text}") from None
 
     @contextmanager
-    def _transaction(
-        self, doing: str, changes: Sequence[Change] = ()
-    ) -> Iterator[psycopg.Connection[TupleRow]]:
+    def _transaction(self, doing: str) -> Iterator[Connection]:
         """The connection, in a transaction that is committed at the end or undone."""
         if self._connection is None or self._connection.closed:
             self.close()
             self._connection = self._connect()
         connection = self._connection
         try:
-            with self._errors(doing, changes):
+            with self._errors(doing):
                 yield connection
                 connection.commit()
         except BaseException:
@@ -382,14 +469,16 @@ class WarehouseSink:
             raise
 
     @contextmanager
-    def _errors(self, doing: str, changes: Sequence[Change] = ()) -> Iterator[None]:
+    def _errors(self, doing: str) -> Iterator[None]:
         """Turn the driver's errors into ours. Its texts quote rows, so they stay behind."""
         try:
             yield
         except psycopg.Error as error:
-            raise self._translated(error, doing, changes) from None
+            raise self._translated(error, doing) from None
+        except Unwritable as error:
+            raise SinkUnusable(f"{self.name}: {doing}: {error}") from None
 
-    def _translated(self, error: psycopg.Error, doing: str, changes: Sequence[Change]) -> SinkError:
+    def _translated(self, error: psycopg.Error, doing: str) -> SinkError:
         state, diag = error.sqlstate or "", error.diag
         place = [
             f"{what} {value}"
@@ -400,10 +489,6 @@ class WarehouseSink:
             )
             if value
         ]
-        if found := _COPY_PLACE.match(diag.context or ""):
-            place += [f"column {found[2]}"] if found[2] else []
-            at = int(found[1]) - 1
-            place += [f"offset {change.offset}" for change in changes[at : at + 1]]
         named = f" ({', '.join(place)})" if place else ""
         message = f"{self.name}: {doing}: {type(error).__name__} {state}".rstrip() + named
         is_cut_off = not state and isinstance(error, psycopg.OperationalError)
@@ -426,9 +511,7 @@ def _hint(state: str) -> str:
             return "look into the server's log for this moment"
 
 
-def _held(
-    connection: psycopg.Connection[TupleRow], target: sql.Identifier
-) -> dict[str, tuple[str, bool]]:
+def _held(connection: Connection, target: sql.Identifier) -> dict[str, tuple[str, bool]]:
     """The columns of *target*, each with its type and whether it is part of the key."""
     found = connection.execute(_HELD, (target.as_string(connection),)).fetchall()
     return {
