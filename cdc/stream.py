@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 
 from cdc import writer
@@ -133,8 +134,8 @@ class Stream:
                 failed = [report.error for report in reports if report.error is not None]
                 if not failed:
                     self._on_batch(BatchDone(reports, time.monotonic() - started))
-            except PySparkException:
-                raise  # Spark's own: it comes out of the query by itself
+            except (PySparkException, Py4JError):
+                raise  # Spark's own, a dead worker's too: it comes out of the query by itself
             except Exception as error:  # noqa: BLE001 - it goes home as data
                 failed = [writer.as_data(error, self._job.sink.name)]
             if failed:
