@@ -55,7 +55,6 @@ class Written(NamedTuple):
     refused: tuple[Refusal, ...] = ()
 
 
-@runtime_checkable
 class Sink(Protocol):
     """A target that takes rows. Lives on the driver for the ledger, on executors for the rows.
 
@@ -97,6 +96,7 @@ class Sink(Protocol):
         """Let go of the connection. Does not raise."""
 
 
+@runtime_checkable
 class FrameSink(Protocol):
     """A target that takes a whole batch on the driver as a Spark frame.
 

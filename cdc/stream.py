@@ -72,9 +72,9 @@ class Stream:
         # Spark insists on a checkpoint; the ledger is the real one, so this one is thrown away.
         self._checkpoint = tempfile.TemporaryDirectory(prefix="cdc-", ignore_cleanup_errors=True)
         apply = (
-            partial(_apply_rows, job)
-            if isinstance(sink, Sink)
-            else partial(_apply_frame, job, sink)
+            partial(_apply_frame, job, sink)
+            if isinstance(sink, FrameSink)
+            else partial(_apply_rows, job)
         )
         # A pool of its own: within a pool Spark runs one job after the other.
         spark.sparkContext.setLocalProperty("spark.scheduler.pool", job.sink.name)
