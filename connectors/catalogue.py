@@ -6,8 +6,10 @@ No error holds a password.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +249,28 @@ def drop_slot(config: Config, within_s: float = 30.0) -> list[str]:
     return done
 
 
+@contextmanager
+def alone(config: Config) -> Iterator[Callable[[], None]]:
+    """Hold the right to begin the log anew, which one process has at a time.
+
+    PostgreSQL takes it back when the connection ends, however that happens; what is given out
+    raises if that has happened.
+    """
+    name = f"cdc resync {config.name}".encode()
+    key = int.from_bytes(hashlib.sha256(name).digest()[:8], signed=True)
+    with _connection(config) as connection:
+        if not _rows(connection, "SELECT pg_try_advisory_lock(%s) AS mine", (key,))[0]["mine"]:
+            raise SourceError(
+                "another resync is under way",
+                hint="wait for it: cdc connectors status shows how far it is",
+            )
+
+        def check() -> None:
+            _rows(connection, "SELECT 1")
+
+        yield check
+
+
 def _check_server(connection: psycopg.Connection[dict[str, Any]]) -> None:
     level = _rows(connection, "SHOW wal_level")[0]["wal_level"]
     if level != "logical":
@@ -355,20 +379,33 @@ def _connection(config: Config) -> Iterator[psycopg.Connection[dict[str, Any]]]:
         ) from None
 
 
+# libpq tells no SQLSTATE when a connection fails. All else passes: starting up, shutting down,
+# full, cut off. Where the server speaks another language, these do not match and we keep trying.
+_WRONG_PASSWORD = re.compile(r"authentication failed|no password supplied")
+_NOT_LET_IN = re.compile(
+    r"does not exist|no pg_hba\.conf entry|permission denied|not permitted to log in"
+    r"|not currently accepting connections|does not support SSL|certificate"
+)
+
+
 def _not_connected(config: Config, error: psycopg.OperationalError) -> SourceError:
-    place, user = _place(config), config.source.user
-    # libpq has no SQLSTATE for a connection that never was; but it knows if a password was asked.
-    state = error.pgconn
-    if state is not None and (state.used_password or state.needs_password):
+    place = _place(config)
+    text = " ".join(str(error).split())  # of the connection: no row, no password
+    _, _, said = text.rpartition("FATAL: ")
+    if _WRONG_PASSWORD.search(text):
         return SourceError(
-            f"{place} refused the user {user} with this password",
+            f"{place} refused the user {config.source.user} with this password",
             hint="correct source.user and source.password, or pg_hba.conf",
         )
-    _, fatal, said = str(error).partition("FATAL:")
-    if fatal:
+    if _NOT_LET_IN.search(text):
         return SourceError(
-            f"{place} refused the connection: {said.strip().splitlines()[0]}",
-            hint="correct source.database and source.user, or wait if it is starting or full",
+            f"{place} refused the connection: {said.strip()}",
+            hint="correct source.database, source.user and source.sslmode, or pg_hba.conf",
+        )
+    if said != text:
+        return SourceUnavailable(
+            f"{place} refused the connection: {said.strip()}",
+            hint="wait if PostgreSQL is starting, stopping or full",
         )
     return SourceUnavailable(
         f"{place} is out of reach", hint="start PostgreSQL, or correct source.host and port"
