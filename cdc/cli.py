@@ -166,6 +166,21 @@ def remove(path: Path, *, drop_slot: bool, drop_log: bool, as_json: bool) -> Non
     _say(lifecycle.remove(config, drop_slot=drop_slot, drop_log=drop_log), as_json=as_json)
 
 
+@main.command()
+@config_option
+@json_option
+@told
+def resync(path: Path, *, as_json: bool) -> None:
+    """Begin the log anew: a new snapshot of every table into new topics.
+
+    Needed when the log has lost records, and to add a table. Sinks read all again by themselves,
+    and then remove the rows that are gone. May be repeated if it was cut short.
+    """
+    from connectors import lifecycle
+
+    _say(lifecycle.resync(wiring.load_config(path)), as_json=as_json)
+
+
 def _say(changes: list[str], *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"changes": changes}))

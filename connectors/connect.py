@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -23,7 +24,10 @@ _POLL_S = 0.2
 # A rebalance after a worker came or went takes a few seconds; Connect answers 409 meanwhile.
 _REBALANCE_S = 20.0
 
-_NOT_FOUND, _CONFLICT, _UNPROCESSABLE = 404, 409, 422
+_NOT_FOUND, _CONFLICT, _UNPROCESSABLE, _SERVER_ERROR = 404, 409, 422, 500
+
+# In Debezium's position from the first row of a snapshot to the last, and not after it.
+_IN_SNAPSHOT = "snapshot"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,14 @@ class ConnectorStatus:
     def failure(self) -> str:
         """The first reason there is, or nothing."""
         return next(filter(None, [self.reason, *(task.reason for task in self.tasks)]), "")
+
+
+class Phase(Enum):
+    """Position and records are committed together: at STREAM the log holds the whole snapshot."""
+
+    NOTHING = "nothing is committed yet"
+    SNAPSHOT = "in the midst of the snapshot"
+    STREAM = "past the snapshot"
 
 
 class ConnectClient:
@@ -106,7 +118,17 @@ class ConnectClient:
         """Create the connector, or give it another configuration: Connect restarts it by itself."""
         self._call("PUT", f"{_path(name)}/config", dict(config), config.secrets)
 
+    def create_stopped(self, name: str, config: ConnectorConfig) -> None:
+        """Create the connector without starting it."""
+        body = {"name": name, "config": dict(config), "initial_state": "STOPPED"}
+        self._call("POST", "/connectors", body, config.secrets)
+
     def config(self, name: str) -> ConnectorConfig | None:
+        """The connector's configuration; None if there is no such connector.
+
+        A worker that has just started knows no status yet, and answers about configurations only
+        when it has read them all: this is the one to believe.
+        """
         answer = self._call("GET", f"{_path(name)}/config")
         return None if answer is None else ConnectorConfig(answer)
 
@@ -143,16 +165,32 @@ class ConnectClient:
             if config is not None:
                 self.put(name, config)
         finally:
-            self._call("PUT", f"{_path(name)}/resume")
+            self.resume(name)
+
+    def restart_failed(self, name: str) -> None:
+        """Restart what has failed, in one request: nothing is left stopped if we die meanwhile."""
+        self._call("POST", f"{_path(name)}/restart?includeTasks=true&onlyFailed=true")
+
+    def resume(self, name: str) -> None:
+        """Start a stopped or paused connector."""
+        self._call("PUT", f"{_path(name)}/resume")
 
     def stop(self, name: str) -> None:
         """Stop the connector's tasks but keep its configuration; its offsets may then be reset."""
         if self._call("PUT", f"{_path(name)}/stop") is None:
             raise _unknown(name, self._url)
 
-    def forget_offsets(self, name: str) -> None:
+    def forget_position(self, name: str) -> None:
         """Forget how far a stopped connector has read; it would begin with a snapshot."""
         self._call("DELETE", f"{_path(name)}/offsets")
+
+    def phase(self, name: str) -> Phase:
+        """How far the connector has come, by its committed position."""
+        answer = self._call("GET", f"{_path(name)}/offsets")
+        found = [each["offset"] for each in (answer or {}).get("offsets", ()) if each["offset"]]
+        if not found:
+            return Phase.NOTHING
+        return Phase.SNAPSHOT if any(_IN_SNAPSHOT in each for each in found) else Phase.STREAM
 
     def delete(self, name: str) -> bool:
         """Remove the connector and wait until it is gone. False if there was none.
@@ -207,7 +245,7 @@ class ConnectClient:
         self,
         method: str,
         path: str,
-        body: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
         secrets: tuple[str, ...] = (),
     ) -> Any:
         """The parsed answer; None for 404, and {} where Connect answers with nothing."""
@@ -230,12 +268,14 @@ class ConnectClient:
             # First line: how many errors; last line: where the same list is to be had.
             lines = [line for line in text.splitlines() if line.strip()]
             raise _refused(self._url, lines[1:-1] if len(lines) > 2 else lines, secrets)  # noqa: PLR2004
-        raise SourceError(
+        # A worker that starts, or that has lost its group, answers 500: its request timed out.
+        kind = SourceUnavailable if answer.status_code >= _SERVER_ERROR else SourceError
+        raise kind(
             f"{self._url} answered {answer.status_code}: {_scrubbed(_first(text), secrets)}",
-            hint="look at the log of the Connect worker",
+            hint="wait if Kafka Connect is starting; otherwise look at the log of its worker",
         )
 
-    def _send(self, method: str, path: str, body: Mapping[str, str] | None) -> requests.Response:
+    def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> requests.Response:
         try:
             return self._session.request(
                 method, self._url + path, json=body, timeout=self._timeout_s, allow_redirects=False
@@ -245,7 +285,7 @@ class ConnectClient:
                 f"{self._url} did not answer within {self._timeout_s:g} s",
                 hint="Kafka Connect is starting, busy or gone; raise connect.timeout if it is slow",
             ) from None
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
             raise SourceUnavailable(
                 f"{self._url} refused the connection",
                 hint="start Kafka Connect, or correct connect.url",
@@ -310,7 +350,7 @@ _HINTS = (
         r"slot.*\b(?:active|in use)\b",
         "another connector reads this slot: stop it, or give this configuration another name",
     ),
-    (r"not present in metadata", "a topic is gone: apply again, which makes it, then restart"),
+    (r"not present in metadata", "a topic is gone, and what it held: cdc resync"),
     (
         r"permission|must be",
         "grant the source user REPLICATION, SELECT on the tables, and their ownership",
@@ -321,7 +361,7 @@ _HINTS = (
     ),
     (
         r"\bslot\b|\boffset\b|\blsn\b|no longer available",
-        "the slot was lost: cdc connectors remove --drop-log, then cdc connectors apply",
+        "the slot was lost, and changes with it: cdc resync",
     ),
 )
 

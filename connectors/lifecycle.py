@@ -1,11 +1,13 @@
-"""Apply, look at, restart and remove the way into the log. Plain functions for the command line.
+"""Apply, look at, restart, remove the way into the log, and begin the log anew as a whole.
 
 Everything is checked before anything is made: an unreachable server leaves nothing half-made.
+The log is whole if its topics are those that the connector's snapshot went into. Their ids stand as
+a note in the connector's configuration; nothing is noted that is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,20 +16,27 @@ from cdc.config import Config
 from cdc.errors import SourceError
 from cdc.ledger import TopicState
 from connectors import catalogue, topics
-from connectors.connect import ConnectClient, ConnectorStatus, hint_for
+from connectors.connect import ConnectClient, ConnectorStatus, Phase, hint_for
 from connectors.postgres import (
+    ANEW,
     CONNECTOR_CLASS,
+    NOTE,
     ConnectorConfig,
     captured,
     connector_config,
     connector_name,
     differences,
+    note_of,
+    noted_ids,
     table_topics,
+    with_ids,
 )
 
 # A task starts in seconds; a worker that was just started itself may need most of a minute.
 _RUNNING_S = 60.0
 _STOPPED_S = 30.0
+
+_RESYNC = "cdc resync, which takes a new snapshot into new topics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +50,119 @@ def apply(config: Config, within_s: float = _RUNNING_S) -> Applied:
     """Make topics and connector as *config* says, and wait until changes flow. Safe to repeat."""
     name = connector_name(config)
     with _connect(config) as connect:
-        found = catalogue.read_catalogue(config)
-        wanted = connector_config(config, found.generated)
-        if CONNECTOR_CLASS not in connect.plugins():
-            raise SourceError(
-                f"{config.connect.url} has no Debezium connector for PostgreSQL",
-                hint="unpack it into the plugin.path of every Connect worker and restart them",
-            )
+        wanted = _wanted(config, connect)
         topics.check_topics(config)
         held = connect.config(name)
-        _check_history(config, is_new=held is None)
+        if note_of(held) == ANEW or (held is None and not _has_records(config)):
+            return Applied(_begin_anew(config, connect, wanted, within_s, note_of(held)))
         _check_additions(held, wanted)
+        _check_topics(config, held)
+        wanted = _keep_note(config, held, wanted)
         differing = differences(held or {}, wanted)
         if differing:
             connect.validate(wanted)
 
         changes = topics.ensure_topics(config)
+        state = _state(connect.status(name)) if held is not None else "MISSING"
         if held is None:
-            connect.put(name, wanted)
+            _go_on(config, connect, wanted)
             changes.append(f"created connector {name}")
         elif differing:
             connect.restart(name, wanted)
             changes += [f"connector {name}: {each}" for each in differing]
-        elif _is_failed(connect.status(name)):
+        elif state in ("STOPPED", "PAUSED"):
+            _check_phase(connect.phase(name), held)
+            connect.resume(name)
+            changes.append(f"resumed connector {name}, which was {state.lower()}")
+        elif state == "FAILED":
             connect.restart(name)
             changes.append(f"restarted connector {name}, which had failed")
         connect.wait_running(name, within_s)
         return Applied(changes)
+
+
+def resync(config: Config, seen: str | None = None, within_s: float = _RUNNING_S) -> list[str]:
+    """Begin the log anew as a whole: a new snapshot into new topics. One sentence for each step.
+
+    The intent is durable before anything is destroyed, and every step may be repeated: whoever
+    comes next completes what a crash has cut short. *seen* is the note that the caller acts upon;
+    if another stands there by now, somebody else was quicker, and nothing is done.
+    """
+    with _connect(config) as connect:
+        wanted = _wanted(config, connect)
+        topics.ids(config)  # out of reach: better now than half-way
+        return _begin_anew(config, connect, wanted, within_s, seen)
+
+
+def is_whole(config: Config, states: Mapping[str, TopicState]) -> bool:
+    """Whether the topics in *states* hold every row of their tables, the snapshot's to the last.
+
+    False, too, when that cannot be known now.
+    """
+    name = connector_name(config)
+    try:
+        with _connect(config) as connect:
+            ids = noted_ids(connect.config(name))
+            if not states or any(ids.get(it) != states[it].topic_id for it in states):
+                return False
+            return connect.phase(name) is Phase.STREAM
+    except SourceError:
+        return False
+
+
+def _begin_anew(
+    config: Config,
+    connect: ConnectClient,
+    wanted: ConnectorConfig,
+    within_s: float,
+    seen: str | None,
+) -> list[str]:
+    with catalogue.alone(config) as check:
+        if seen is not None and note_of(connect.config(connector_name(config))) != seen:
+            return []
+        return list(steps(config, connect, wanted, check, within_s))
+
+
+def steps(
+    config: Config,
+    connect: ConnectClient,
+    wanted: ConnectorConfig,
+    check: Callable[[], None],
+    within_s: float = _RUNNING_S,
+) -> Iterator[str]:
+    """The way to a new log, one sentence after each thing done. *check* raises if we are not alone.
+
+    The connector stays stopped until its new topics are there and noted, so that its snapshot is
+    the first thing in them; and it finds no slot, because only with a slot of its own making does
+    Debezium see the tables exactly as they were where the stream begins.
+    """
+    name = connector_name(config)
+    held = connect.config(name)
+    if held is None:
+        connect.create_stopped(name, ConnectorConfig({**wanted, NOTE: ANEW}))
+        yield f"created connector {name}"
+    else:
+        connect.put(name, ConnectorConfig({**wanted, NOTE: ANEW}))
+        yield "noted that the log begins anew"
+        connect.stop(name)
+        connect.wait_stopped(name, _STOPPED_S)
+        yield f"stopped connector {name}"
+    check()
+    if connect.phase(name) is not Phase.NOTHING:  # Connect remembers it of a deleted connector, too
+        connect.forget_position(name)
+        yield f"forgot the position of connector {name}"
+    yield from catalogue.drop_slot(config)
+    check()
+    old = topics.ids(config)
+    yield from topics.remove_topics(config)
+    yield from topics.ensure_topics(config)
+    new = topics.new_ids(config, old)
+    check()
+    connect.put(name, with_ids(wanted, {topic: new[topic] for topic in table_topics(config)}))
+    yield "noted the ids of the new topics"
+    connect.resume(name)
+    connect.wait_running(name, within_s)
+    yield f"started connector {name}"
 
 
 def status(config: Config) -> dict[str, Any]:
@@ -78,16 +173,18 @@ def status(config: Config) -> dict[str, Any]:
     name = connector_name(config)
     with _connect(config) as connect:
         found = connect.status(name)
+        held = connect.config(name)
     slot = catalogue.read_slot(config)
     states = topics.describe(config, table_topics(config))
+    lost = _lost(config, held, {topic: state.topic_id for topic, state in states.items()})
     return {
         "connector": name,
-        "state": found.state if found else "MISSING",
-        "hint": _hint(found),
+        "state": _state(found),
+        "hint": _hint(found, held, lost),
         "parts": [{"connector": name, **part} for part in _parts(found, slot)],
         "slot": asdict(slot) if slot else None,
         "topics": [
-            {"topic": topic, "table": table, **_numbers(states.get(topic))}
+            {"topic": topic, "table": table, **_numbers(states.get(topic), lost.get(topic, ""))}
             for topic, table in table_topics(config).items()
         ],
     }
@@ -110,11 +207,11 @@ def _parts(found: ConnectorStatus | None, slot: catalogue.Slot | None) -> Iterat
     yield {"part": "slot", "state": state}
 
 
-def _numbers(state: TopicState | None) -> dict[str, Any]:
+def _numbers(state: TopicState | None, lost: str) -> dict[str, Any]:
     if state is None:
         return {"state": "MISSING"}
     return {
-        "state": "READY",
+        "state": "RECREATED" if lost else "READY",
         "topic_id": state.topic_id,
         "partitions": state.partitions,
         "start": sum(state.start.values()),
@@ -124,9 +221,12 @@ def _numbers(state: TopicState | None) -> dict[str, Any]:
 
 def restart(config: Config, within_s: float = _RUNNING_S) -> None:
     """Restart connector and tasks, and wait until they run."""
+    name = connector_name(config)
     with _connect(config) as connect:
-        connect.restart(connector_name(config))
-        connect.wait_running(connector_name(config), within_s)
+        if note_of(connect.config(name)) == ANEW:
+            raise SourceError("the log is about to begin anew", hint="complete it: cdc resync")
+        connect.restart(name)
+        connect.wait_running(name, within_s)
 
 
 def remove(config: Config, *, drop_slot: bool = False, drop_log: bool = False) -> list[str]:
@@ -149,7 +249,7 @@ def remove(config: Config, *, drop_slot: bool = False, drop_log: bool = False) -
             # Connect remembers a deleted connector's position, and would go on from it.
             connect.stop(name)
             connect.wait_stopped(name, _STOPPED_S)
-            connect.forget_offsets(name)
+            connect.forget_position(name)
         if connect.delete(name):
             done.append(f"deleted connector {name}")
     if is_end:
@@ -159,21 +259,76 @@ def remove(config: Config, *, drop_slot: bool = False, drop_log: bool = False) -
     return done
 
 
-def _check_history(config: Config, *, is_new: bool) -> None:
-    """Refuse to take a snapshot into topics that hold an earlier life of the tables.
-
-    A snapshot says nothing of the rows that were deleted while no slot watched, so every sink
-    would keep them; new topics have new ids, which open a new generation in the sinks.
-    """
-    if not is_new or catalogue.read_slot(config) is not None:
-        return
-    states = topics.describe(config, table_topics(config))
-    full = [topic for topic, state in states.items() if any(state.end.values())]
-    if full:
+def _wanted(config: Config, connect: ConnectClient) -> ConnectorConfig:
+    """The connector as *config* and the tables want it; raises if it could not run."""
+    wanted = connector_config(config, catalogue.read_catalogue(config).generated)
+    if CONNECTOR_CLASS not in connect.plugins():
         raise SourceError(
-            f"slot and connector are gone, but topic {full[0]} has records from before",
-            hint="rows deleted in between would stay in the sinks for ever: "
-            "cdc connectors remove --drop-log, then cdc connectors apply",
+            f"{config.connect.url} has no Debezium connector for PostgreSQL",
+            hint="unpack it into the plugin.path of every Connect worker and restart them",
+        )
+    return wanted
+
+
+def _has_records(config: Config) -> bool:
+    states = topics.describe(config, table_topics(config))
+    return any(any(state.end.values()) for state in states.values())
+
+
+def _lost(config: Config, held: ConnectorConfig | None, found: Mapping[str, str]) -> dict[str, str]:
+    """What is wrong with each topic that lacks records, by topic; *found* are the ids now."""
+    ids = noted_ids(held)
+    lost = {}
+    for topic in table_topics(config):
+        if topic not in found:
+            lost[topic] = "was deleted"
+        elif ids.get(topic, found[topic]) != found[topic]:
+            lost[topic] = "was deleted and made anew"
+    return lost
+
+
+def _check_topics(config: Config, held: ConnectorConfig | None) -> None:
+    """Refuse to go on with a log that lacks records."""
+    lost = _lost(config, held, topics.ids(config))
+    for topic, what in lost.items():
+        raise SourceError(
+            f"topic {topic} {what}, so the log lacks what was in it", hint=f"run: {_RESYNC}"
+        )
+    if held is None and catalogue.read_slot(config) is None:
+        # A snapshot says nothing of the rows that were deleted while no slot watched.
+        raise SourceError(
+            "slot and connector are gone, but the topics have records from before",
+            hint=f"rows deleted in between would stay in the sinks for ever; run: {_RESYNC}",
+        )
+
+
+def _keep_note(
+    config: Config, held: ConnectorConfig | None, wanted: ConnectorConfig
+) -> ConnectorConfig:
+    ids = noted_ids(held)
+    kept = {topic: ids[topic] for topic in table_topics(config) if topic in ids}
+    return with_ids(wanted, kept) if kept else wanted
+
+
+def _go_on(config: Config, connect: ConnectClient, wanted: ConnectorConfig) -> None:
+    """Create a connector that was removed, to go on from the position that Connect remembers."""
+    name = connector_name(config)
+    connect.create_stopped(name, wanted)
+    try:
+        _check_phase(connect.phase(name), wanted)
+    except SourceError:
+        connect.delete(name)
+        raise
+    connect.resume(name)
+
+
+def _check_phase(phase: Phase, held: ConnectorConfig) -> None:
+    """Refuse a snapshot into topics that have records of another one."""
+    is_first = phase is Phase.NOTHING and noted_ids(held)
+    if phase is not Phase.STREAM and not is_first:
+        raise SourceError(
+            "the connector would take a snapshot into topics that have records from before",
+            hint=f"rows deleted in between would stay in the sinks for ever; run: {_RESYNC}",
         )
 
 
@@ -186,18 +341,22 @@ def _check_additions(held: ConnectorConfig | None, wanted: ConnectorConfig) -> N
     if new:
         raise SourceError(
             f"the connector is already past its snapshot, which lacks {', '.join(sorted(new))}",
-            hint="cdc connectors remove --drop-log, then cdc connectors apply: all tables are read "
-            "anew; or sync the new table under a configuration of its own name",
+            hint="cdc resync: all tables are read anew; "
+            "or sync the new table under a configuration of its own name",
         )
 
 
-def _is_failed(found: ConnectorStatus | None) -> bool:
-    return found is not None and found.state == "FAILED"
+def _state(found: ConnectorStatus | None) -> str:
+    return found.state if found else "MISSING"
 
 
-def _hint(found: ConnectorStatus | None) -> str:
+def _hint(
+    found: ConnectorStatus | None, held: ConnectorConfig | None, lost: Mapping[str, str]
+) -> str:
     if found is None:
         return "create it with `cdc connectors apply`"
+    if lost or note_of(held) == ANEW:
+        return f"run: {_RESYNC}"
     return hint_for(found.failure) if found.state == "FAILED" else ""
 
 

@@ -8,6 +8,7 @@ not ours. What we print or compare goes through `ConnectorConfig` and `differenc
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 
@@ -26,6 +27,11 @@ MAX_KEPT_BYTES = MAX_RECORD_BYTES * 3 // 2
 
 # Often enough that an idle database's slot does not hold much WAL, rare enough to be no load.
 HEARTBEAT_INTERVAL_MS = 10_000
+
+# Our note in the connector's own configuration, which Connect and Debezium pass over: the ids of
+# the topics that the snapshot went into, or that the log is about to begin anew.
+NOTE = "cdc.topic.ids"
+ANEW = "anew"
 
 _KAFKA_NAME_LENGTH = 249
 _BEYOND_UTF16_UNIT = 0xFFFF
@@ -56,13 +62,32 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Say what turns *old* into *new*, one sentence per key, secrets masked."""
     found = []
     for key in sorted({*old, *new} - {"name"}):  # Connect adds "name" by itself
-        if key not in new:
+        if key == NOTE:
+            if old.get(key, "") != new.get(key, ""):
+                found.append("note the ids of its topics" if noted_ids(new) else "drop its note")
+        elif key not in new:
             found.append(f"drop {key}")
         elif is_secret(key) and old.get(key) != new[key]:
             found.append(f"set {key} to another secret")
         elif old.get(key) != new[key]:
             found.append(f"set {key} to {new[key]}")
     return found
+
+
+def note_of(settings: Mapping[str, str] | None) -> str:
+    """The note as it stands there, or nothing."""
+    return (settings or {}).get(NOTE, "")
+
+
+def noted_ids(settings: Mapping[str, str] | None) -> dict[str, str]:
+    """The topic ids that are known to hold a log from its very beginning; empty if none are."""
+    note = note_of(settings)
+    return json.loads(note) if note.startswith("{") else {}
+
+
+def with_ids(settings: Mapping[str, str], ids: Mapping[str, str]) -> ConnectorConfig:
+    note = json.dumps(dict(ids), separators=(",", ":"), sort_keys=True)
+    return ConnectorConfig({**settings, NOTE: note})
 
 
 def connector_name(config: Config) -> str:

@@ -152,8 +152,28 @@ def _states(admin: AdminClient, names: list[str]) -> dict[str, TopicState]:
     }
 
 
+def ids(config: Config) -> dict[str, str]:
+    """The id of each of our topics that exists, heartbeats included."""
+    with _admin(config) as admin:
+        found = _descriptions(admin, [spec.name for spec in wanted_topics(config)])
+        return {name: str(it.topic_id) for name, it in found.items()}
+
+
+def new_ids(config: Config, old: Mapping[str, str]) -> dict[str, str]:
+    """The ids of our topics, none of them as in *old*: a broker may be late to know them."""
+    deadline = time.monotonic() + _ANSWER_S
+    wanted = {spec.name for spec in wanted_topics(config)}
+    while True:
+        found = ids(config)
+        if wanted <= {name for name, it in found.items() if it != old.get(name)}:
+            return found
+        if time.monotonic() > deadline:
+            raise SourceUnavailable("kafka does not show the new topics yet", hint=_HINT)
+        time.sleep(_POLL_S)
+
+
 def remove_topics(config: Config) -> list[str]:
-    """Delete our topics and all that is in them. Only when a person asked for exactly that."""
+    """Delete our topics and all that is in them, and wait until they are gone."""
     with _admin(config) as admin:
         names = list(_descriptions(admin, [spec.name for spec in wanted_topics(config)]))
         if not names:
@@ -162,6 +182,14 @@ def remove_topics(config: Config) -> list[str]:
         for name, future in admin.delete_topics(names, operation_timeout=_ANSWER_S).items():
             if _result(future, f"topic {name}", KafkaError.UNKNOWN_TOPIC_OR_PART, is_none=False):
                 gone.append(f"deleted topic {name}")
+        deadline = time.monotonic() + _ANSWER_S
+        # Deleting is asynchronous; a topic made too early would be the old one, or be refused.
+        while left := list(_descriptions(admin, names)):
+            if time.monotonic() > deadline:
+                raise SourceUnavailable(
+                    f"topic {left[0]} is deleted, but not gone yet", hint="wait, and try again"
+                )
+            time.sleep(_POLL_S)
         return sorted(gone)
 
 
@@ -185,7 +213,7 @@ def _compare(
         if now.get(_POLICY) != spec.settings[_POLICY]:
             raise SourceError(
                 f"topic {spec.name} has {_POLICY}={now.get(_POLICY)}, so it may have lost rows",
-                hint="begin anew: cdc connectors remove --drop-log, then cdc connectors apply",
+                hint="begin anew: cdc resync",
             )
         differing = {key: value for key, value in spec.settings.items() if now.get(key) != value}
         if differing:
@@ -309,9 +337,13 @@ _OUT_OF_REACH: Callable[[int], bool] = frozenset(
         KafkaError._TIMED_OUT,  # noqa: SLF001
         KafkaError._RESOLVE,  # noqa: SLF001
         KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.NETWORK_EXCEPTION,
+        KafkaError.BROKER_NOT_AVAILABLE,
         KafkaError.NOT_CONTROLLER,
         KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
         KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.OFFSET_NOT_AVAILABLE,
     }
 ).__contains__
 

@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -21,7 +22,7 @@ from cdc.config import Config, Connect, Kafka, SinkSettings, Source
 from cdc.errors import SourceError, SourceUnavailable
 from connectors import catalogue, lifecycle, topics
 from connectors.connect import ConnectClient
-from connectors.postgres import connector_config, connector_name, slot_name, topic_of
+from connectors.postgres import connector_config, connector_name, slot_name, table_topics, topic_of
 
 pytestmark = pytest.mark.needs("postgres", "kafka", "connect")
 
@@ -118,6 +119,10 @@ def read_log(config, table, count, within_s=30.0):
     return found
 
 
+def is_whole(config):
+    return lifecycle.is_whole(config, topics.describe(config, table_topics(config)))
+
+
 def state_of(config):
     return lifecycle.status(config)["state"]
 
@@ -126,9 +131,11 @@ def test_apply_creates_topics_and_a_running_task_once(table):
     """The second apply finds nothing to do."""
     topic = topic_of(table, f"{table.name}.t")
     assert lifecycle.apply(table).changes == [
+        f"created connector {connector_name(table)}",
         f"created topic {topic}",
         f"created topic __debezium-heartbeat.{table.name}",
-        f"created connector {connector_name(table)}",
+        "noted the ids of the new topics",
+        f"started connector {connector_name(table)}",
     ]
     assert lifecycle.apply(table).changes == []
     # The slot is made before the snapshot and read after it.
@@ -307,9 +314,9 @@ def test_remove_with_the_slot_needs_new_topics(table, database):
     read_log(table, "t", 1)
     assert f"dropped slot {slot_name(table)}" in lifecycle.remove(table, drop_slot=True)
     assert catalogue.read_slot(table) is None
-    with pytest.raises(SourceError, match="has records from before") as caught:
+    with pytest.raises(SourceError, match="have records from before") as caught:
         lifecycle.apply(table)
-    assert "--drop-log" in caught.value.hint
+    assert "cdc resync" in caught.value.hint
     topic = topic_of(table, f"{table.name}.t")
     assert f"deleted topic {topic}" in lifecycle.remove(table, drop_log=True)
     assert lifecycle.remove(table, drop_log=True) == []
@@ -317,13 +324,41 @@ def test_remove_with_the_slot_needs_new_topics(table, database):
     assert [value["op"] for _, value in read_log(table, "t", 1)] == ["r"]
 
 
+def test_log_is_whole_when_the_snapshot_is_committed_to_the_last_row(table, database):
+    """Not before, not for other topics, and not when nobody can be asked."""
+    database.execute("INSERT INTO t SELECT generate_series(1, 30000)")
+    topic = topic_of(table, f"{table.name}.t")
+    assert not lifecycle.is_whole(table, {})
+    lifecycle.apply(table)
+    seen = []
+    while not seen or not seen[-1][0]:
+        # Asked first: rows only come, so a log that was whole then has them all now.
+        is_whole = lifecycle.is_whole(table, topics.describe(table, [topic]))
+        seen.append((is_whole, sum(topics.describe(table, [topic])[topic].end.values())))
+        assert len(seen) < 300
+    assert not seen[0][0]
+    assert any(0 < end < 30_000 for is_whole, end in seen if not is_whole)
+    assert seen[-1][1] >= 30_000
+    state = topics.describe(table, [topic])[topic]
+    assert not lifecycle.is_whole(table, {topic: replace(state, topic_id="another")})
+    assert not lifecycle.is_whole(table, {topic: state, "foreign": state})
+    unreachable = Connect(url=f"http://127.0.0.1:{NOWHERE}")
+    assert not lifecycle.is_whole(table.model_copy(update={"connect": unreachable}), {topic: state})
+
+
 def test_new_table_is_refused_after_the_snapshot(stack, table, database):
     """Its existing rows would be missing in the log."""
     lifecycle.apply(table)
     database.execute("CREATE TABLE late (id int PRIMARY KEY)")
-    with pytest.raises(SourceError, match=rf"lacks {table.name}\.late"):
-        lifecycle.apply(configured(stack, table.name, "t", "late"))
+    database.execute("INSERT INTO late VALUES (1)")
+    both = configured(stack, table.name, "t", "late")
+    with pytest.raises(SourceError, match=rf"lacks {table.name}\.late") as caught:
+        lifecycle.apply(both)
+    assert "cdc resync" in caught.value.hint
     assert state_of(table) == "RUNNING"
+    lifecycle.resync(both)
+    assert [value["op"] for _, value in read_log(both, "late", 1)] == ["r"]
+    wait_until(lambda: is_whole(both))
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
@@ -347,7 +382,7 @@ def test_lost_slot_fails_the_task_and_is_reported(table, database, is_made_again
         assert found.connector == "RUNNING"
     status = lifecycle.status(table)
     assert status["state"] == "FAILED"
-    assert "--drop-log" in status["hint"]
+    assert "cdc resync" in status["hint"]
     with pytest.raises(SourceError, match="failed:"):
         lifecycle.apply(table)
 

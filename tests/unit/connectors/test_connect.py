@@ -80,8 +80,8 @@ def test_reason_names_the_cause_and_no_row(trace, reason):
     [
         ('FATAL: password authentication failed for user "x"', "source.password"),
         ('ERROR: replication slot "cdc_x" is active for PID 7', "another connector"),
-        ("Topic a.b not present in metadata after 60000 ms.", "apply again"),
-        ("stream .. is no longer available on the server.", "--drop-log"),
+        ("Topic a.b not present in metadata after 60000 ms.", "cdc resync"),
+        ("stream .. is no longer available on the server.", "cdc resync"),
         ("NullPointerException", "log of the Connect worker"),
     ],
 )

@@ -8,16 +8,21 @@ from pydantic import SecretStr
 from cdc.config import Config, Connect, Kafka, SinkSettings, Source
 from cdc.errors import ConfigError
 from connectors.postgres import (
+    ANEW,
+    NOTE,
     ConnectorConfig,
     captured,
     connector_config,
     connector_name,
     differences,
     heartbeat_topic,
+    note_of,
+    noted_ids,
     publication_name,
     slot_name,
     table_topics,
     topic_of,
+    with_ids,
 )
 
 SECRET = "correct horse"
@@ -157,3 +162,22 @@ def test_differences_say_what_changes_without_secrets():
         "set database.password to another secret",
     ]
     assert differences({**new, "name": "x"}, new) == []
+
+
+def test_noted_ids_are_those_that_were_noted():
+    """Nothing is known of a connector without a note, or of one that is to begin anew."""
+    plain = connector_config(configured())
+    noted = with_ids(plain, {"shop.a.b": "x/y+z"})
+    assert noted_ids(noted) == {"shop.a.b": "x/y+z"}
+    for unknown in (None, {}, plain, {**noted, NOTE: ANEW}):
+        assert noted_ids(unknown) == {}
+    assert (note_of(None), note_of(plain), note_of({NOTE: ANEW})) == ("", "", ANEW)
+
+
+def test_differences_tell_the_note_in_words():
+    """Ids mean nothing to a reader."""
+    plain = connector_config(configured())
+    first, second = (with_ids(plain, {"shop.a.b": it}) for it in ("1", "2"))
+    assert differences(plain, first) == differences(first, second) == ["note the ids of its topics"]
+    assert differences(first, plain) == ["drop its note"]
+    assert differences(first, first) == []
