@@ -4,13 +4,9 @@ A table is served by the alias `<prefix><schema>.<table>`; its rows live in a nu
 it, so that a new index can be built and swapped in. Writers use a second, hidden alias that belongs
 to the numbered index alone: a deleted index is then an error, never created anew by a write.
 
-The ledger is the index `<prefix>cdc-ledger`, read only by realtime GETs:
-- a document per sink has the token and, per topic, what `assign` was told, with the index's UUID;
-- a document per sink, topic and partition has the next offset. It counts only while it bears the
-  mark of the last `assign`, and only a compare-and-set moves it, so a late writer cannot undo.
-
 A deleted document's version is forgotten after `gc_deletes`. What protects a delete from then on is
-the ledger: changes below the next offset are never sent again.
+the ledger (sinks.elasticsearch_ledger): changes below the next offset are never sent again. The
+mapping of each index has a note of the topic, too, which outlives a ledger that gets lost.
 """
 
 from __future__ import annotations
@@ -19,54 +15,59 @@ import hashlib
 import json
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from itertools import islice
+from typing import Any, ClassVar, Literal, Self
 
 import orjson
 from elastic_transport import ConnectionTimeout, SerializationError, TlsError, TransportError
-from elasticsearch import ApiError, BadRequestError, ConflictError, Elasticsearch, NotFoundError
+from elasticsearch import ApiError, Elasticsearch, NotFoundError
 from elasticsearch.serializer import JsonSerializer
 from pydantic import Field, SecretStr, model_validator
 
-from cdc.change import OFFSET_BITS, Change, Key, Row, Slice, Table, key_text
+from cdc.change import Change, Key, Row, Slice, Table, key_text
 from cdc.config import Seconds, Secret, SinkSettings, Url
-from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Claim, Entry, Written
+from cdc.errors import SinkBusy, SinkError, SinkUnavailable, SinkUnusable
+from cdc.sink import Claim, Entry, Refusal, Written
+from sinks.elasticsearch_ledger import (
+    BUSY_HINT,
+    LEDGER,
+    NO_INDEX,
+    REFILL_HINT,
+    Ledger,
+    Topics,
+    create_index,
+    error_type,
+)
 from sinks.types import Kind, document_value, elasticsearch_field, from_document, kind
 
-LEDGER = "cdc-ledger"
 MAX_ID_BYTES = 512  # Elasticsearch's limit
 MAX_NAME_BYTES = 180  # of 255: the prefix and the number come on top
 FIELDS_LIMIT = 5_000  # PostgreSQL allows 1,600 columns, and a text column takes two fields
 HITS_PER_PAGE = 2_000
 PIT_KEEP_ALIVE = "5m"
 CHECK_EVERY_S = 1.0
-# Each lost race means that somebody else got through, so this many in a row is no race.
-ATTEMPTS = 50
+DELETES_PER_BULK = 1_000
 
+_OK = 200
+_BAD_REQUEST = 400
+_UNAUTHORIZED = 401
+_TOO_LARGE = 413
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERROR = 500
-_UNAUTHORIZED = 401
 # The kinds that document_value writes differently from what Debezium wrote.
 _REWRITTEN = frozenset({Kind.DATE, Kind.TIME, Kind.TIMESTAMP, Kind.JSON, Kind.HSTORE})
 _STALE = "version_conflict_engine_exception"
-_NO_INDEX = "index_not_found_exception"
-_BUSY = "the cluster is overloaded or recovering"
 _HINTS = {
     403: "give the user the rights to manage and write the indices of this sink",
     404: "was an index deleted just now? Start again",
-    413: "lower batch.max_bytes, or raise http.max_content_length of the server",
 }
-_REFILL = "nothing to do: when the sink opens again, the index is filled from the log"
-_REBUILD = (
-    "the index cannot hold this column as it is now: delete the index and start again,"
-    " and it is filled from the log with a new mapping"
-)
+# In a reason that quotes values, too; so what is found counts only if it is the name of a column.
+_FIELD = re.compile(r"\bfield \[([^\]]+)\]")
 
 
 class ElasticsearchSettings(SinkSettings):
@@ -99,14 +100,6 @@ class Target:
     index: str
     uuid: str
     meta: Mapping[str, Any]
-
-
-class _Held(NamedTuple):
-    """A ledger document and what a compare-and-set of it needs; None: it is not there."""
-
-    source: Mapping[str, Any]
-    seq_no: int | None
-    primary_term: int | None
 
 
 class _ExactJson(JsonSerializer):
@@ -146,17 +139,16 @@ def document_id(key: Key) -> str:
     return text
 
 
-def bulk_body(table: Table, changes: Sequence[Change]) -> bytes:
-    """The lines of a bulk request. Raises SinkUnusable for a value that JSON cannot hold."""
+def bulk_body(table: Table, changes: Sequence[Change]) -> tuple[bytes, list[Change]]:
+    """The lines of a bulk request, and the changes that JSON cannot hold: they are left out."""
     writers = [(c.name, _writer(c.type)) for c in table.columns if kind(c.type) in _REWRITTEN]
     lines: list[bytes] = []
+    unwritable: list[Change] = []
     for change in changes:
         action = b"delete" if change.row is None else b"index"
-        lines.append(
-            b'{"%b":{"_id":%b,"version":%d,"version_type":"external"}}'
-            % (action, orjson.dumps(document_id(change.key)), change.version)
-        )
+        head = _head(action, document_id(change.key), change.version)
         if change.row is None:
+            lines.append(head)
             continue
         document = dict(change.row)
         try:
@@ -165,14 +157,20 @@ def bulk_body(table: Table, changes: Sequence[Change]) -> bytes:
                     document[name] = write(document[name])
             line = orjson.dumps(document)
         except (TypeError, ValueError):
-            raise SinkUnusable(
-                f"{table.full_name}: the row at offset {change.offset} cannot be written as JSON",
-                hint="look at that record in the log; mend the row at the source",
-            ) from None
+            unwritable.append(change)
+            continue
         # Only between the tokens of a json column: within a string JSON allows no line break.
-        lines.append(line.replace(b"\n", b" "))
+        lines += head, line.replace(b"\n", b" ")
     lines.append(b"")
-    return b"\n".join(lines)
+    return b"\n".join(lines), unwritable
+
+
+def _head(action: bytes, document_id: str, version: int) -> bytes:
+    return b'{"%b":{"_id":%b,"version":%d,"version_type":"external"}}' % (
+        action,
+        orjson.dumps(document_id),
+        version,
+    )
 
 
 def _writer(pg_type: str) -> Callable[[Any], Any]:
@@ -191,7 +189,7 @@ class ElasticsearchSink:
     def __init__(self, settings: ElasticsearchSettings) -> None:
         self.name = settings.name
         self._settings = settings
-        self._ledger = settings.index_prefix + LEDGER
+        self._ledger = Ledger(self.name, settings.index_prefix + LEDGER, lambda: self._client)
         self._targets: dict[str, Target] = {}  # by topic; as prepare or claim found them
         self._checked: dict[tuple[str, str], float] = {}  # (index, UUID) -> when it was seen
 
@@ -216,59 +214,80 @@ class ElasticsearchSink:
 
     def prepare(self, tables: Mapping[str, Table]) -> None:
         with self._classified():
-            self._create_ledger()
+            self._ledger.create()
             for topic, table in tables.items():
                 self._targets[topic] = self._prepared(table)
 
     def claim(self) -> Claim:
         with self._classified():
-            self._create_ledger()
-            for _ in range(ATTEMPTS):
-                (held,) = self._get(self.name)
-                # Not less than the time: a ledger that was lost must not hand out a token twice.
-                token = max(held.source.get("token", 0) + 1, int(time.time()))
-                if self._put(self.name, {**held.source, "token": token}, held):
-                    return Claim(token, self._entries(held.source))
-            raise self._contended()
+            self._ledger.create()
+            token, document = self._ledger.claim()
+            return Claim(token, self._entries(document))
 
     def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
+        def topics(known: Topics) -> Topics:
+            assigned = {}
+            for topic, entry in entries.items():
+                target = self._target(topic, known)
+                self._note(topic, target, entry)
+                assigned[topic] = {
+                    "alias": target.alias,
+                    "index": target.index,
+                    "uuid": target.uuid,
+                    "topic_id": entry.topic_id,
+                    "generation": entry.generation,
+                    "partitions": entry.partitions,
+                    "offsets": {str(p): offset for p, offset in entry.offsets.items()},
+                    "unswept": entry.unswept,
+                }
+            return assigned
+
         with self._classified():
-            for _ in range(ATTEMPTS):
-                (held,) = self._get(self.name)
-                self._check(token, held.source)
-                topics = {}
-                for topic, entry in entries.items():
-                    target = self._target(topic, held.source)
-                    self._note(target, entry)
-                    topics[topic] = {
-                        "alias": target.alias,
-                        "index": target.index,
-                        "uuid": target.uuid,
-                        "topic_id": entry.topic_id,
-                        "generation": entry.generation,
-                        "partitions": entry.partitions,
-                        "offsets": {str(p): offset for p, offset in entry.offsets.items()},
-                    }
-                document = {"token": token, "mark": uuid.uuid4().hex, "topics": topics}
-                if self._put(self.name, document, held):
-                    return
-            raise self._contended()
+            self._ledger.assign(token, topics)
 
     def write(self, token: int, piece: Slice) -> Written:
         with self._classified():
-            ledger, line = self._get(self.name, self._line(piece.topic, piece.partition))
-            entry = self._check(token, ledger.source, piece.topic)
-            reached = _reached(ledger.source, line.source, entry, piece.partition) or 0
+            place = self._ledger.place(token, piece.topic, piece.partition)
             # Of another generation the ledger says nothing: there the version guard decides.
-            first = entry["generation"] << OFFSET_BITS
-            fresh = [c for c in piece.changes if not first <= c.version < first + reached]
-            stale = len(piece.changes) - len(fresh)
+            fresh = [c for c in piece.changes if not place.lowest <= c.version < place.floor]
+            sent = Written(0, 0)
             if fresh:
-                self._same_index(entry["index"], entry["uuid"])
-                stale += self._bulk(piece, entry["index"], fresh)
-            if piece.next_offset > reached:
-                self._move(token, piece, ledger, line)
-            return Written(len(piece.changes) - stale, stale)
+                self._same_index(place.index, place.uuid)
+                sent = self._bulk(piece, place.index, fresh)
+            if piece.next_offset > (place.reached or 0) and not sent.refused:
+                self._ledger.move(token, place, piece.next_offset)
+            return sent._replace(stale=sent.stale + len(piece.changes) - len(fresh))
+
+    def repair(self, piece: Slice) -> Written | None:
+        with self._classified():
+            place = self._ledger.look(piece.topic, piece.partition)
+            if place is None or (place.reached or 0) > piece.next_offset:
+                return None
+            if any(change.generation != place.generation for change in piece.changes):
+                return None
+            if not piece.changes:
+                return Written(0, 0)
+            self._same_index(place.index, place.uuid)
+            # A delete that the writer sends from now on is newer, and its version is remembered.
+            return self._bulk(piece, place.index, piece.changes)
+
+    def sweep(self, token: int, topic: str, table: Table) -> int:
+        with self._classified():
+            place = self._ledger.place(token, topic, partition=0)
+            old = (
+                hit["_id"]
+                for hit in self._hits(place.index, source=False)
+                if hit["_version"] < place.lowest
+            )
+            swept = 0
+            while chunk := list(islice(old, DELETES_PER_BULK)):
+                self._ledger.check(token, place.mark)
+                self._same_index(place.index, place.uuid)
+                # Above all older generations and below every change of this one.
+                swept += self._delete(place.index, chunk, place.lowest - 1)
+            self._ledger.swept(token, topic, place.mark)
+            self._note_swept(table, place.index)
+            return swept
 
     def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
         rewritten = _rewritten(table)
@@ -325,7 +344,8 @@ class ElasticsearchSink:
         return f"{int(self._settings.gc_deletes * 1000)}ms"
 
     def _create(self, alias: str, index: str, fields: Mapping[str, Any]) -> None:
-        self._create_unless_there(
+        create_index(
+            self._client,
             index,
             aliases={alias: {}, _write_alias(index): {"is_hidden": True}},
             settings={
@@ -337,26 +357,6 @@ class ElasticsearchSink:
             # A field that the mapping does not know stays in the document and breaks nothing.
             mappings={"dynamic": False, "properties": fields},
         )
-
-    def _create_ledger(self) -> None:
-        if not self._client.indices.exists(index=self._ledger):
-            self._create_unless_there(
-                self._ledger,
-                settings={
-                    "index.hidden": True,
-                    "index.number_of_shards": 1,
-                    "index.auto_expand_replicas": "0-1",
-                    "index.refresh_interval": "-1",  # nobody searches it
-                },
-                mappings={"dynamic": False},
-            )
-
-    def _create_unless_there(self, index: str, **body: Any) -> None:
-        try:
-            self._client.indices.create(index=index, **body)
-        except BadRequestError as error:
-            if _error_type(error) != "resource_already_exists_exception":
-                raise
 
     def _look(self, alias: str) -> tuple[Target, Mapping[str, Any]] | None:
         """The one index behind *alias* and its state, or None when the alias does not exist."""
@@ -373,16 +373,34 @@ class ElasticsearchSink:
         meta = state["mappings"].get("_meta", {})
         return Target(alias, index, state["settings"]["index"]["uuid"], meta), state
 
-    def _target(self, topic: str, ledger: Mapping[str, Any]) -> Target:
+    def _target(self, topic: str, known: Topics) -> Target:
         """What prepare or claim has seen: an index that came later has not got the rows."""
         if topic in self._targets:
             return self._targets[topic]
-        known = ledger.get("topics", {}).get(topic)
-        if known is None:
+        if topic not in known:
             raise SinkUnusable(f"{self.name}: {topic} was not prepared")
-        return Target(known["alias"], known["index"], known["uuid"], {})
+        return Target(known[topic]["alias"], known[topic]["index"], known[topic]["uuid"], {})
 
-    def _note(self, target: Target, entry: Entry) -> None:
+    def _entries(self, document: Mapping[str, Any]) -> dict[str, Entry]:
+        """What is known of each topic, as far as its index is still the one that was written."""
+        topics: Topics = document.get("topics", {})
+        entries: dict[str, Entry] = {}
+        for topic in {**topics, **self._targets}:
+            found = self._look(self._target(topic, topics).alias)
+            if found is None:
+                continue
+            target = self._targets[topic] = found[0]
+            known, note = topics.get(topic), target.meta.get("cdc")
+            is_current = known is not None and known["uuid"] == target.uuid
+            if known is not None and is_current and not _is_later(note, known):
+                entries[topic] = self._ledger.entry(document, topic)
+            elif note:
+                # Rows without their ledger, as after a restore: all of the log again, and no
+                # version below those that are held.
+                entries[topic] = Entry(**note)
+        return entries
+
+    def _note(self, topic: str, target: Target, entry: Entry) -> None:
         """Write the generation into the index itself: it must outlive a ledger that gets lost.
 
         Without it a later start would count from 1 again, below the versions that are held here.
@@ -391,9 +409,20 @@ class ElasticsearchSink:
             "topic_id": entry.topic_id,
             "generation": entry.generation,
             "partitions": entry.partitions,
+            "unswept": entry.unswept,
         }
         if target.meta.get("cdc") != note:
-            self._client.indices.put_mapping(index=target.index, meta={**target.meta, "cdc": note})
+            self._targets[topic] = self._noted(target, note)
+
+    def _note_swept(self, table: Table, index: str) -> None:
+        found = self._look(alias_name(self._settings.index_prefix, table))
+        if found is not None and found[0].index == index and "cdc" in found[0].meta:
+            self._noted(found[0], {**found[0].meta["cdc"], "unswept": False})
+
+    def _noted(self, target: Target, note: Mapping[str, Any]) -> Target:
+        meta = {**target.meta, "cdc": note}
+        self._client.indices.put_mapping(index=target.index, meta=meta)
+        return replace(target, meta=meta)
 
     def _same_index(self, index: str, uuid: str) -> None:
         """An index that was recreated or restored since the ledger was set has not got the rows.
@@ -413,48 +442,81 @@ class ElasticsearchSink:
 
     # The rows.
 
-    def _bulk(self, piece: Slice, index: str, changes: Sequence[Change]) -> int:
-        """Write *changes*; return how many were stale. Raises unless every one is accounted for."""
-        answer = self._client.perform_request(
-            "POST",
-            f"/{_write_alias(index)}/_bulk",
-            params={
-                "require_alias": "true",
-                "filter_path": "errors,items.*.status,items.*.error.type",
-            },
-            headers={"accept": "application/json", "content-type": "application/x-ndjson"},
-            body=bulk_body(piece.table, changes),
-        ).body
+    def _bulk(self, piece: Slice, index: str, changes: Sequence[Change]) -> Written:
+        """Write *changes*. Raises unless each is applied, stale or refused."""
+        body, unwritable = bulk_body(piece.table, changes)
+        if unwritable:
+            return _refused(piece, unwritable, "cannot be written as JSON")
+        try:
+            answer = self._send(index, body)
+        except ApiError as error:
+            if error.meta.status != _TOO_LARGE:
+                raise
+            if len(changes) > 1:
+                raise SinkBusy(f"{self.name}: {len(body)} bytes are too large a request") from None
+            return _refused(piece, changes, "too large")
         if not answer["errors"]:  # a delete that found nothing is no error: its version is kept
-            return 0
-        stale = 0
-        busy: SinkError | None = None
-        for change, item in zip(changes, answer["items"], strict=True):
+            return Written(len(changes), 0)
+        return self._outcome(piece, index, changes, answer["items"])
+
+    def _outcome(
+        self, piece: Slice, index: str, changes: Sequence[Change], items: Sequence[Any]
+    ) -> Written:
+        stale, refused = 0, []
+        passing: SinkError | None = None
+        for change, item in zip(changes, items, strict=True):
             (outcome,) = item.values()
             failure = outcome.get("error")
             if failure is None:
                 continue
             if failure["type"] == _STALE:
                 stale += 1
-                continue
-            error = self._item_error(index, change, outcome["status"], failure["type"])
-            if not isinstance(error, SinkUnavailable):
-                raise error
-            busy = busy or error
-        if busy is not None:
-            raise busy
-        return stale
+            elif _is_refused(outcome, index):
+                reason = _reason(piece.table, failure)
+                refused.append(Refusal(piece.partition, change.offset, reason))
+            else:
+                error = self._item_error(index, outcome, f" for offset {change.offset}")
+                if not isinstance(error, SinkUnavailable):
+                    raise error
+                passing = passing or error
+        if passing is not None:
+            raise passing
+        return Written(len(changes) - stale - len(refused), stale, tuple(refused))
 
-    def _item_error(self, index: str, change: Change, status: int, error_type: str) -> SinkError:
+    def _delete(self, index: str, ids: Sequence[str], version: int) -> int:
+        """Delete what is older than *version*; return how many there were."""
+        body = b"\n".join([*(_head(b"delete", each, version) for each in ids), b""])
+        deleted = 0
+        for item in self._send(index, body)["items"]:
+            (outcome,) = item.values()
+            failure = outcome.get("error")
+            if failure is not None and failure["type"] != _STALE:
+                raise self._item_error(index, outcome, "")
+            deleted += outcome["status"] == _OK
+        return deleted
+
+    def _send(self, index: str, body: bytes) -> Mapping[str, Any]:
+        fields = ("_index", "status", "error.type", "error.reason")
+        answer: Mapping[str, Any] = self._client.perform_request(
+            "POST",
+            f"/{_write_alias(index)}/_bulk",
+            params={
+                "require_alias": "true",
+                "filter_path": ",".join(["errors", *(f"items.*.{field}" for field in fields)]),
+            },
+            headers={"accept": "application/json", "content-type": "application/x-ndjson"},
+            body=body,
+        ).body
+        return answer
+
+    def _item_error(self, index: str, outcome: Mapping[str, Any], where: str) -> SinkError:
         # The reason is left out on purpose: it quotes values.
-        if error_type == _NO_INDEX:
+        status, type_ = outcome["status"], outcome["error"]["type"]
+        if type_ == NO_INDEX:
             return self._replaced(index)
-        message = f"{self.name}: {index} answered {status} {error_type} for offset {change.offset}"
-        if _is_busy(status):
-            return SinkUnavailable(message, hint=_BUSY)
-        return SinkUnusable(message, hint=_REBUILD if "parsing" in error_type else "")
+        return _error_of(status, f"{self.name}: {index} answered {status} {type_}{where}")
 
-    def _hits(self, index: str) -> Iterator[dict[str, Any]]:
+    def _hits(self, index: str, *, source: bool = True) -> Iterator[dict[str, Any]]:
         client = self._client
         client.indices.refresh(index=index)
         pit = client.open_point_in_time(index=index, keep_alive=PIT_KEEP_ALIVE)["id"]
@@ -465,6 +527,7 @@ class ElasticsearchSink:
                     pit={"id": pit, "keep_alive": PIT_KEEP_ALIVE},
                     size=HITS_PER_PAGE,
                     version=True,
+                    source=source,
                     sort=[{"_shard_doc": "asc"}],
                     search_after=after,
                     track_total_hits=False,
@@ -481,100 +544,13 @@ class ElasticsearchSink:
             with suppress(ApiError, TransportError):
                 client.close_point_in_time(id=pit)
 
-    # The ledger.
-
-    def _line(self, topic: str, partition: int) -> str:
-        return f"{self.name}:{topic}:{partition}"
-
-    def _get(self, *ids: str) -> list[_Held]:
-        held = []
-        for document in self._client.mget(index=self._ledger, ids=ids)["docs"]:
-            failure = document.get("error", {}).get("type", _NO_INDEX)
-            if failure != _NO_INDEX:
-                raise SinkUnavailable(f"{self.name}: {self._ledger} answered {failure}", hint=_BUSY)
-            if document.get("found"):
-                place = document["_seq_no"], document["_primary_term"]
-                held.append(_Held(document["_source"], *place))
-            else:
-                held.append(_Held({}, None, None))
-        return held
-
-    def _put(self, document_id: str, source: Mapping[str, Any], held: _Held) -> bool:
-        """Replace *held* by *source*, unless somebody else did so first."""
-        condition: dict[str, Any] = {"op_type": "create"}
-        if held.seq_no is not None:
-            condition = {"if_seq_no": held.seq_no, "if_primary_term": held.primary_term}
-        try:
-            self._client.index(index=self._ledger, id=document_id, document=source, **condition)
-        except ConflictError:
-            return False
-        return True
-
-    def _entries(self, ledger: Mapping[str, Any]) -> dict[str, Entry]:
-        """What is known of each topic, as far as its index is still the one that was written."""
-        recorded = ledger.get("topics", {})
-        entries: dict[str, Entry] = {}
-        for topic in {**recorded, **self._targets}:
-            known = recorded.get(topic)
-            found = self._look(self._target(topic, ledger).alias)
-            if found is None:
-                continue
-            target = self._targets[topic] = found[0]
-            if known is not None and known["uuid"] == target.uuid:
-                lines = [self._line(topic, p) for p in range(known["partitions"])]
-                reached = {
-                    p: _reached(ledger, line.source, known, p)
-                    for p, line in enumerate(self._get(*lines))
-                }
-                offsets = {p: offset for p, offset in reached.items() if offset is not None}
-                entries[topic] = Entry(
-                    known["topic_id"], known["generation"], known["partitions"], offsets
-                )
-            elif note := target.meta.get("cdc"):
-                # Rows without a ledger, as after a restore: all of the log again, and no version
-                # below those that are held.
-                entries[topic] = Entry(**note)
-        return entries
-
-    def _check(
-        self, token: int, ledger: Mapping[str, Any], topic: str | None = None
-    ) -> Mapping[str, Any]:
-        """Raise unless *token* may write; return the entry of *topic*."""
-        current = ledger.get("token")
-        if current is None:
-            raise SinkUnavailable(f"{self.name}: the ledger {self._ledger} is gone", hint=_REFILL)
-        if current != token:
-            raise SinkFenced(f"{self.name}: token {token} is old, {current} has taken over")
-        entry: Mapping[str, Any] | None = ledger.get("topics", {}).get(topic)
-        if entry is None and topic is not None:
-            raise SinkUnusable(f"{self.name}: the ledger has no entry for {topic}")
-        return entry or {}
-
-    def _move(self, token: int, piece: Slice, ledger: _Held, line: _Held) -> None:
-        mark = ledger.source["mark"]
-        line_id = self._line(piece.topic, piece.partition)
-        for _ in range(ATTEMPTS):
-            if self._put(line_id, {"mark": mark, "next": piece.next_offset}, line):
-                return
-            ledger, line = self._get(self.name, line_id)
-            entry = self._check(token, ledger.source, piece.topic)
-            if ledger.source["mark"] != mark:
-                raise SinkFenced(f"{self.name}: the ledger was set anew during a write")
-            reached = _reached(ledger.source, line.source, entry, piece.partition)
-            if reached is not None and reached >= piece.next_offset:
-                return
-        raise self._contended()
-
     # The errors.
 
     def _replaced(self, index: str) -> SinkError:
         return SinkUnavailable(
             f"{self.name}: the index {index} was deleted or replaced since the sink was opened",
-            hint=_REFILL,
+            hint=REFILL_HINT,
         )
-
-    def _contended(self) -> SinkError:
-        return SinkUnavailable(f"{self.name}: the ledger {self._ledger} is written by many at once")
 
     @contextmanager
     def _classified(self) -> Iterator[None]:
@@ -597,7 +573,7 @@ class ElasticsearchSink:
                 f"{self.name}: {url} does not answer like Elasticsearch", hint="check the url"
             ) from None
         except TransportError as error:
-            what = "refused" if _is_refusal(error) else "broke"
+            what = "refused" if _is_nobody_there(error) else "broke"
             raise SinkUnavailable(
                 f"{self.name}: {url} {what} the connection",
                 hint="is Elasticsearch up, and is the url right?",
@@ -612,10 +588,7 @@ class ElasticsearchSink:
                 f"{self.name}: {url} does not accept the credentials",
                 hint="check user and password, or api_key",
             )
-        message = f"{self.name}: {url} answered {status} {_error_type(error)}"
-        if _is_busy(status):
-            return SinkUnavailable(message, hint=_BUSY)
-        return SinkUnusable(message, hint=_HINTS.get(status, ""))
+        return _error_of(status, f"{self.name}: {url} answered {status} {error_type(error)}")
 
 
 def _write_alias(index: str) -> str:
@@ -626,27 +599,39 @@ def _rewritten(table: Table) -> list[tuple[str, str]]:
     return [(c.name, c.type) for c in table.columns if kind(c.type) in _REWRITTEN]
 
 
-def _reached(
-    ledger: Mapping[str, Any], line: Mapping[str, Any], entry: Mapping[str, Any], partition: int
-) -> int | None:
-    """The next offset: the partition's own line, if it was written since the last assign."""
-    if line.get("mark") == ledger["mark"]:
-        return int(line["next"])
-    offset: int | None = entry["offsets"].get(str(partition))
-    return offset
+def _is_later(note: Mapping[str, Any] | None, known: Mapping[str, Any]) -> bool:
+    """Whether the ledger is older than the rows, so that its generation would be stale."""
+    return note is not None and bool(note["generation"] > known["generation"])
 
 
-def _is_busy(status: int) -> bool:
-    return status == _TOO_MANY_REQUESTS or status >= _SERVER_ERROR
+def _refused(piece: Slice, changes: Sequence[Change], reason: str) -> Written:
+    return Written(0, 0, tuple(Refusal(piece.partition, c.offset, reason) for c in changes))
 
 
-def _error_type(error: ApiError) -> str:
-    body = error.body
-    failure = body.get("error") if isinstance(body, dict) else None
-    return str(failure.get("type")) if isinstance(failure, dict) else "without a reason"
+def _is_refused(outcome: Mapping[str, Any], index: str) -> bool:
+    """Whether the index itself has looked at the document and does not take it.
+
+    What fails before, as for a closed index, is answered under the alias's name.
+    """
+    return bool(outcome["status"] == _BAD_REQUEST and outcome["_index"] == index)
 
 
-def _is_refusal(error: BaseException | None) -> bool:
+def _reason(table: Table, failure: Mapping[str, Any]) -> str:
+    """The type of *failure*, and the column if it tells one; never its text."""
+    found = _FIELD.search(failure["reason"])
+    is_column = found is not None and any(column.name == found[1] for column in table.columns)
+    return f"{failure['type']}, column {found[1]}" if found and is_column else failure["type"]
+
+
+def _error_of(status: int, message: str) -> SinkError:
+    if status == _TOO_MANY_REQUESTS:
+        return SinkBusy(message, hint=BUSY_HINT)
+    if status >= _SERVER_ERROR:
+        return SinkUnavailable(message, hint=BUSY_HINT)
+    return SinkUnusable(message, hint=_HINTS.get(status, ""))
+
+
+def _is_nobody_there(error: BaseException | None) -> bool:
     """Whether a refused connection is at the bottom of *error*."""
     while error is not None:
         if isinstance(error, ConnectionRefusedError):

@@ -13,8 +13,8 @@ from elasticsearch import Elasticsearch
 from pydantic import SecretStr, ValidationError
 
 from cdc.change import Change, Column, Slice, Table, version_of
-from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Entry
+from cdc.errors import SinkBusy, SinkFenced, SinkUnavailable, SinkUnusable
+from cdc.sink import Entry, Refusal, Written
 from sinks import elasticsearch
 from sinks.elasticsearch import ElasticsearchSettings, ElasticsearchSink
 
@@ -112,7 +112,7 @@ def test_prepare_restores_what_an_index_lacks(sink, index, server):
     server.indices.delete_alias(index=index, name=f"{index}~write")
     server.indices.put_settings(index=index, settings={"index.gc_deletes": "60s"})
     token = opened(sink)
-    assert sink.write(token, piece(upsert("a", 1))) == (1, 0)
+    assert sink.write(token, piece(upsert("a", 1))) == Written(1, 0)
     state = server.indices.get_settings(index=index)[index]["settings"]["index"]
     assert state["gc_deletes"] == "3600000ms"
 
@@ -156,7 +156,7 @@ def test_recreated_index_stops_the_writer(sink, index, server, monkeypatch):
     with pytest.raises(SinkUnavailable, match="deleted or replaced"):
         sink.write(token, piece(upsert("b", 2)))
     token = opened(sink)
-    assert sink.write(token, piece(upsert("a", 1), upsert("b", 2))) == (2, 0)
+    assert sink.write(token, piece(upsert("a", 1), upsert("b", 2))) == Written(2, 0)
 
 
 def test_write_does_not_create_a_deleted_index(sink, index, server):
@@ -198,6 +198,62 @@ def test_rows_outlive_a_lost_ledger(sink, settings, server):
     assert claim.token >= token
 
 
+def test_ledger_that_is_older_than_the_rows_does_not_count(sink, settings, index, server):
+    """After a ledger was taken back over two generations, no version below the rows' is opened."""
+    token = opened(sink, entry=Entry("life-1", 1, 2))
+    ledger = f"{settings.index_prefix}cdc-ledger"
+    before = server.get(index=ledger, id="search")["_source"]
+    sink.assign(token, {TOPIC: Entry("life-3", 3, 2)})
+    sink.write(token, piece(upsert("a", 1, generation=3)))
+    server.index(index=ledger, id="search", document=before)
+    assert sink.claim().entries == {TOPIC: Entry("life-3", 3, 2)}
+
+
+def test_note_in_the_index_follows_every_assign(sink, settings, server):
+    """The generation that a lost ledger leaves behind is that of the last assign, not the first."""
+    token = opened(sink, entry=Entry("life-1", 1, 2))
+    for entry in (Entry("life-2", 2, 2, unswept=True), Entry("life-1", 1, 2)):
+        sink.assign(token, {TOPIC: entry})
+    sink.assign(token, {TOPIC: Entry("life-2", 2, 2, unswept=True)})
+    server.indices.delete(index=f"{settings.index_prefix}cdc-ledger")
+    claim = sink.claim()
+    assert claim.entries == {TOPIC: Entry("life-2", 2, 2, unswept=True)}
+    sink.assign(claim.token, claim.entries)
+    sink.sweep(claim.token, TOPIC, TABLE)
+    server.indices.delete(index=f"{settings.index_prefix}cdc-ledger")
+    assert sink.claim().entries == {TOPIC: Entry("life-2", 2, 2)}
+
+
+def test_ledger_from_before_sweeps_reads_as_swept(sink, settings, server):
+    """An older ledger and an older note have nothing to say of sweeps."""
+    opened(sink)
+    ledger = f"{settings.index_prefix}cdc-ledger"
+    document = server.get(index=ledger, id="search")["_source"]
+    del document["topics"][TOPIC]["unswept"]
+    server.index(index=ledger, id="search", document=document)
+    assert sink.claim().entries == {TOPIC: Entry("life-1", 1, 2)}
+
+
+def test_sweep_stops_between_two_bulks_when_it_is_fenced(sink, settings, monkeypatch):
+    """A sweep that takes long looks at the token again before each of its deletes."""
+    monkeypatch.setattr(elasticsearch, "DELETES_PER_BULK", 2)
+    token = opened(sink)
+    sink.write(token, piece(*(upsert(str(n), n) for n in range(6))))
+    sink.assign(token, {TOPIC: Entry("life-2", 2, 2, unswept=True)})
+    other, delete = ElasticsearchSink(settings), sink._delete
+
+    def overtaken(*arguments):
+        other.claim()
+        return delete(*arguments)
+
+    monkeypatch.setattr(sink, "_delete", overtaken)
+    with pytest.raises(SinkFenced):
+        sink.sweep(token, TOPIC, TABLE)
+    assert len(held(sink)) == 4
+    assert other.claim().entries[TOPIC].unswept
+    other.close()
+
+
 def test_assign_takes_a_partition_back(sink):
     """Offsets that were reached before an assign do not count after it."""
     token = opened(sink)
@@ -209,12 +265,12 @@ def test_assign_takes_a_partition_back(sink):
 def test_late_writer_cannot_move_the_ledger(sink, settings):
     """A writer whose ledger was set anew during its bulk does not undo that."""
     token = opened(sink)
-    ledger, line = sink._get("search", sink._line(TOPIC, 0))
+    before = sink._ledger.place(token, TOPIC, 0)
     other = ElasticsearchSink(settings)
     newer = opened(other, entry=Entry("life-2", 2, 2))
     other.write(newer, piece(upsert("a", 0, generation=2)))
     with pytest.raises(SinkFenced):
-        sink._move(token, piece(next_offset=99), ledger, line)
+        sink._ledger.move(token, before, 99)
     assert other.claim().entries[TOPIC] == Entry("life-2", 2, 2, {0: 1})
     other.close()
 
@@ -222,11 +278,11 @@ def test_late_writer_cannot_move_the_ledger(sink, settings):
 def test_two_slices_of_a_partition_meet_and_the_later_one_stays(sink):
     """A lost race for a partition's line is run again, and the line never moves back."""
     token = opened(sink)
-    before = sink._get("search", sink._line(TOPIC, 0))
+    before = sink._ledger.place(token, TOPIC, 0)
     sink.write(token, piece(upsert("a", 5)))
-    sink._move(token, piece(next_offset=3), *before)
+    sink._ledger.move(token, before, 3)
     assert sink.claim().entries[TOPIC].offsets == {0: 6}
-    sink._move(sink.claim().token, piece(next_offset=9), *before)
+    sink._ledger.move(sink.claim().token, before, 9)
     assert sink.claim().entries[TOPIC].offsets == {0: 9}
 
 
@@ -235,15 +291,15 @@ def test_replay_is_not_sent(sink, index, server):
     token = opened(sink)
     sink.write(token, piece(upsert("a", 1)))
     server.delete(index=index, id='["a"]')
-    assert sink.write(token, piece(upsert("a", 1))) == (0, 1)
+    assert sink.write(token, piece(upsert("a", 1))) == Written(0, 1)
     assert held(sink) == {}
 
 
 def test_delete_of_a_missing_row_keeps_its_version(sink):
     """A delete that finds nothing is applied, and keeps an older upsert out."""
     token = opened(sink)
-    assert sink.write(token, piece(delete("a", 5))) == (1, 0)
-    assert sink.write(token, piece(upsert("a", 4), partition=1)) == (0, 1)
+    assert sink.write(token, piece(delete("a", 5))) == Written(1, 0)
+    assert sink.write(token, piece(upsert("a", 4), partition=1)) == Written(0, 1)
     assert held(sink) == {}
 
 
@@ -251,8 +307,8 @@ def test_long_keys_stay_apart(sink):
     """Keys beyond the limit of an id are written, kept apart, and deleted."""
     token = opened(sink)
     one, other = "é" * 400 + "a", "é" * 400 + "b"
-    assert sink.write(token, piece(upsert(one, 1), upsert(other, 2))) == (2, 0)
-    assert sink.write(token, piece(delete(one, 3))) == (1, 0)
+    assert sink.write(token, piece(upsert(one, 1), upsert(other, 2))) == Written(2, 0)
+    assert sink.write(token, piece(delete(one, 3))) == Written(1, 0)
     assert held(sink) == {other: version_of(1, 2)}
 
 
@@ -267,8 +323,9 @@ def test_rows_goes_on_beyond_a_page(sink, monkeypatch):
     assert {row["extra"] for row in rows} == {extra}
 
 
-def test_row_written_before_the_check_is_not_lost(sink, index, server):
+def test_row_written_before_the_check_is_not_lost(sink, index, server, monkeypatch):
     """What got into a recreated index unnoticed does not count: the next claim begins anew."""
+    monkeypatch.setattr(elasticsearch, "CHECK_EVERY_S", 3600.0)
     token = opened(sink)
     sink.write(token, piece(upsert("a", 1)))
     server.indices.delete(index=index)
@@ -279,17 +336,61 @@ def test_row_written_before_the_check_is_not_lost(sink, index, server):
     assert held(sink) == {"a": version_of(1, 1), "b": version_of(1, 2)}
 
 
-def test_refused_document_stops_without_quoting_it(sink, index):
-    """A value that the mapping cannot take stops the sink: index, error type, offset, no value."""
+def test_refused_document_is_named_and_not_quoted(sink):
+    """A value that the mapping cannot take: the error's type and the column, and no value."""
     token = opened(sink)
-    bad = piece(upsert("a", 1, amount=1), upsert("planted-key", 2, amount="planted-value"))
-    with pytest.raises(
-        SinkUnusable, match=f"{index} answered 400 document_parsing_exception for offset 2"
-    ) as caught:
-        sink.write(token, bad)
-    assert "planted" not in f"{caught.value}{caught.value.hint}"
-    assert caught.value.__cause__ is None
+    bad = piece(
+        upsert("a", 1, amount=1),
+        upsert("planted", 2, amount="planted field [id]"),
+        upsert("b", 3, amount=1 << 40),
+        upsert("c", 4, extra="{planted"),
+    )
+    assert sink.write(token, bad) == Written(0, 0, (Refusal(0, 4, "cannot be written as JSON"),))
+    bad = piece(*bad.changes[:3])
+    reason = "document_parsing_exception, column amount"
+    assert sink.write(token, bad) == Written(1, 0, (Refusal(0, 2, reason), Refusal(0, 3, reason)))
+    assert sink.write(token, bad) == Written(0, 1, (Refusal(0, 2, reason), Refusal(0, 3, reason)))
+    assert sink.write(token, piece(bad.changes[0], next_offset=4)) == Written(0, 1)
+    assert sink.claim().entries[TOPIC].offsets == {0: 4}
+
+
+def test_refusal_of_all_documents_stops(sink, index, server):
+    """What is wrong with the index, and not with a document, is no reason to leave rows out."""
+    token = opened(sink)
+    sink.write(token, piece(upsert("a", 1)))
+    server.indices.close(index=index)
+    with pytest.raises(SinkUnusable, match="400 index_closed_exception for offset 2"):
+        sink.write(token, piece(upsert("b", 2)))
+
+
+def test_full_disk_is_busy(sink, index, server):
+    """The server's answer at its flood stage, item by item: busy, and the ledger stays."""
+    token = opened(sink)
+    settings = {"index.blocks.read_only_allow_delete": True}
+    server.indices.put_settings(index=index, settings=settings)
+    with pytest.raises(SinkBusy, match="429 cluster_block_exception for offset 1"):
+        sink.write(token, piece(upsert("a", 1)))
     assert sink.claim().entries[TOPIC].offsets == {}
+
+
+def test_forbidden_write_stops(sink, index, server):
+    """What is not on the short list is not retried: it stops the sink with a hint."""
+    token = opened(sink)
+    server.indices.put_settings(index=index, settings={"index.blocks.write": True})
+    with pytest.raises(SinkUnusable, match="403 cluster_block_exception") as caught:
+        sink.write(token, piece(upsert("a", 1)))
+    assert "rights" in caught.value.hint
+
+
+def test_too_large_a_request_is_cut_until_one_row_is_left(sink):
+    """Two rows beyond the server's 100 MiB come again in halves; one alone can never be taken."""
+    token = opened(sink)
+    large = upsert("a", 1, note="x" * (100 << 20))
+    with pytest.raises(SinkBusy, match="too large"):
+        sink.write(token, piece(large, upsert("b", 2)))
+    assert sink.write(token, piece(large)) == Written(0, 0, (Refusal(0, 1, "too large"),))
+    assert sink.claim().entries[TOPIC].offsets == {}
+    assert held(sink) == {}
 
 
 def test_claims_at_once_get_different_tokens(sink, settings):
@@ -345,7 +446,7 @@ def test_deaf_server_is_unavailable(settings):
         (401, SinkUnusable),
         (403, SinkUnusable),
         (400, SinkUnusable),
-        (429, SinkUnavailable),
+        (429, SinkBusy),
         (503, SinkUnavailable),
     ],
 )
@@ -379,14 +480,6 @@ def test_answers_are_classified_by_status(settings, status, kind):
         answering.shutdown()
     assert "planted" not in f"{caught.value}{caught.value.hint}"
     assert caught.value.hint or status == 400
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_busy_items_are_retried(sink, status):
-    """A part of a bulk that was turned away makes the whole slice come again."""
-    error = sink._item_error("i", upsert("a", 7), status, "es_rejected_execution_exception")
-    assert isinstance(error, SinkUnavailable)
-    assert "offset 7" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pydantic import SecretStr, ValidationError
 
 from cdc.change import Change, Column, Slice, Table, version_of
 from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Entry
+from cdc.sink import Entry, Written
 from sinks.redis import RedisSettings, RedisSink, row_key, table_head, tombstone_key
 from tests.support.waiting import wait_until
 
@@ -147,9 +147,9 @@ def test_delete_leaves_a_version_for_a_while(sink, settings, server):
     tombstone = tombstone_key(row_of(settings, "a"))
     assert 0 < server.ttl(tombstone) <= settings.tombstone_ttl
     late = piece(upsert("a", 4), partition=1, next_offset=5)
-    assert sink.write(token, late) == (0, 1)
+    assert sink.write(token, late) == Written(0, 1)
     assert list(sink.rows(TABLE)) == []
-    assert sink.write(token, piece(upsert("a", 6))) == (1, 0)
+    assert sink.write(token, piece(upsert("a", 6))) == Written(1, 0)
     assert not server.exists(tombstone)
 
 
@@ -163,7 +163,7 @@ def test_write_heals_after_the_scripts_were_flushed(sink, server):
     """A restarted server knows no script: each is loaded when it is missed."""
     token = opened(sink)
     server.script_flush()
-    assert sink.write(token, piece(*(upsert(str(n), n) for n in range(450)))) == (450, 0)
+    assert sink.write(token, piece(*(upsert(str(n), n) for n in range(450)))) == Written(450, 0)
     server.script_flush()
     assert sink.claim().entries[TOPIC].offsets == {0: 450}
 
@@ -193,7 +193,7 @@ def test_replay_is_not_sent(sink, settings, server):
     token = opened(sink)
     sink.write(token, piece(upsert("a", 1)))
     server.delete(row_of(settings, "a"))
-    assert sink.write(token, piece(upsert("a", 1))) == (0, 1)
+    assert sink.write(token, piece(upsert("a", 1))) == Written(0, 1)
     assert list(sink.rows(TABLE)) == []
 
 
@@ -322,9 +322,11 @@ def test_cluster_takes_rows_one_by_one(own_server):
     sink = RedisSink(RedisSettings(name="cache", type="redis", url=url, key_prefix="c:"))
     token = opened(sink)
     client.script_flush()
-    assert sink.write(token, piece(*(upsert(f"}}{n}", n) for n in range(300)))) == (300, 0)
-    assert sink.write(token, piece(delete("}7", 300), upsert("}8", 301, note="new"))) == (2, 0)
-    assert sink.write(token, piece(upsert("}7", 9), partition=1)) == (0, 1)
+    assert sink.write(token, piece(*(upsert(f"}}{n}", n) for n in range(300)))) == Written(300, 0)
+    assert sink.write(token, piece(delete("}7", 300), upsert("}8", 301, note="new"))) == Written(
+        2, 0
+    )
+    assert sink.write(token, piece(upsert("}7", 9), partition=1)) == Written(0, 1)
     assert sum(1 for _ in sink.rows(TABLE)) == 299
     later = sink.claim()
     assert later.entries[TOPIC].offsets == {0: 302, 1: 10}

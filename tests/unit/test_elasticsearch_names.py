@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdc.change import Change, Column, Table, version_of
-from cdc.errors import SinkUnusable
 from sinks import elasticsearch, types
 from sinks.elasticsearch import alias_name, bulk_body, document_id
 
@@ -62,12 +61,14 @@ def test_bulk_body_carries_versions_and_whole_rows():
         Change((1,), {"id": 1, "j": '{"a": 1.10}'}, version_of(1, 7)),
         Change(("a", 2), None, version_of(1, 8)),
     )
-    index, document, delete, end = bulk_body(table, changes).split(b"\n")
+    body, unwritable = bulk_body(table, changes)
+    index, document, delete, end = body.split(b"\n")
     meta = {"version": version_of(1, 7), "version_type": "external"}
     assert orjson.loads(index) == {"index": {"_id": "1", **meta}}
     assert document == b'{"id":1,"j":{"a": 1.10}}'
     assert orjson.loads(delete)["delete"]["_id"] == '["a",2]'
     assert end == b""
+    assert unwritable == []
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists))
@@ -84,16 +85,18 @@ def test_bulk_body_keeps_a_document_on_one_line(pg_type):
     table = Table("public", "t", (Column("j", pg_type),), ("j",))
     text = '{\n  "a": "x\\n",\r\n  "b": [1,\n2]}'
     value = [text] if pg_type.endswith("[]") else text
-    body = bulk_body(table, (Change((1,), {"j": value}, version_of(1, 7)),))
+    body, _ = bulk_body(table, (Change((1,), {"j": value}, version_of(1, 7)),))
     assert body.count(b"\n") == 2
     found = orjson.loads(body.split(b"\n")[1])["j"]
     assert found in ({"a": "x\n", "b": [1, 2]}, [{"a": "x\n", "b": [1, 2]}])
 
 
-def test_bulk_body_names_the_offset_of_a_broken_value_and_no_value():
-    """A value that is not what its type promises stops the sink without being quoted."""
+def test_bulk_body_leaves_out_what_json_cannot_hold():
+    """A value that is not what its type promises is told apart, and the other rows stay whole."""
     table = Table("public", "t", (Column("id", "integer"), Column("j", "jsonb")), ("id",))
-    with pytest.raises(SinkUnusable, match="offset 7") as caught:
-        bulk_body(table, (Change((1,), {"id": 1, "j": "{planted"}, version_of(1, 7)),))
-    assert "planted" not in str(caught.value)
-    assert caught.value.__suppress_context__
+    good, broken = (
+        Change((n,), {"id": n, "j": text}, version_of(1, n)) for n, text in ((1, "{}"), (2, "{x"))
+    )
+    body, unwritable = bulk_body(table, (good, broken))
+    assert unwritable == [broken]
+    assert body == bulk_body(table, (good,))[0]
