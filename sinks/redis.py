@@ -8,8 +8,8 @@ The ledger of a sink is the hash `<prefix>cdc:ledger:{<sink>}` with the token an
 topics, and beside it one hash per topic. Rows and ledger are as durable as Redis is set up to be;
 the ledger is written after the rows, so what a crash or a fail-over loses, it loses from the end.
 
-On a standalone server one call applies many rows, and the script sees the token. In a Cluster every
-row is a call of its own, and the token is checked before and after.
+On a standalone server one call applies many rows, and the script looks at the ledger itself. In a
+Cluster every row is a call of its own, and the ledger is looked at before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import sha1
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import orjson
@@ -54,13 +54,14 @@ from redis.retry import Retry
 from cdc.change import OFFSET_BITS, Change, Key, Row, Slice, Table, key_text
 from cdc.config import Seconds, Secret, SinkSettings, Url
 from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Claim, Entry, Written
+from cdc.sink import Claim, Entry, Refusal, Written
 
 VERSION = "__cdc_version"
 VERSION_DIGITS = 19  # of 2^63: one width, so that the order as text is the order as numbers
 # The server does nothing else during a call: 200 rows are about 2 ms, and more gain nothing.
 ROWS_PER_CALL = 200
 KEYS_PER_SCAN = 1_000
+MAX_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, unless it was raised: beyond it Redis hangs up
 
 _REFILL = "nothing to do: when the sink opens again, it is filled from the log"
 _RIGHTS = "allow this user the keys of the sink's prefix and @read, @write, @scripting, HELLO, SCAN"
@@ -141,7 +142,7 @@ def _script(name: str) -> tuple[str, str]:
     return sha1(text.encode()).hexdigest(), text  # noqa: S324 - Redis names scripts so
 
 
-_SCRIPTS = {name: _script(name) for name in ("apply", "claim", "assign", "move")}
+_SCRIPTS = {name: _script(name) for name in ("apply", "claim", "assign", "move", "swept")}
 
 
 def _bulk(raw: bytes) -> bytes:
@@ -156,37 +157,53 @@ class _Fields(dict[str, bytes]):
         return packed
 
 
+class _Unfit(Exception):
+    """A row that Redis can never take; the text says why, and quotes no value."""
+
+
+class Guard(NamedTuple):
+    """What must hold when rows are applied: per field of the hash *key*, from and to which number.
+
+    A field that is not there counts as 0.
+    """
+
+    key: str
+    ranges: tuple[tuple[str, int, int], ...]
+
+
 class Packer:
-    """Calls of the apply script for one table, as the bytes that go to the server.
+    """Calls of the apply script, as the bytes that go to the server.
 
     The client's own packing takes four times as long as Redis needs for the rows.
     """
 
-    def __init__(self, settings: RedisSettings, table: Table) -> None:
-        self.head = table_head(settings.key_prefix, table)
-        self._table = table.full_name
-        self._ttl = b"%d" % (settings.tombstone_ttl * 1000)
+    def __init__(self, settings: RedisSettings) -> None:
+        self._ttl = _bulk(b"%d" % (settings.tombstone_ttl * 1000))
         self._fields = _Fields()
+        self.refused: list[tuple[Change, str]] = []
 
-    def call(self, changes: Sequence[Change], fence: tuple[str, int] | None) -> bytes:
-        """One call for *changes*; *fence* is the ledger's key and the token."""
+    def call(self, changes: Iterable[tuple[str, Change]], guard: Guard | None) -> bytes:
+        """One call for *changes*, each with the key of its row; what can never be is left out."""
         keys: list[bytes] = []
-        arguments: list[bytes] = [_bulk(b"%d" % fence[1] if fence else b""), _bulk(self._ttl)]
-        if fence:
-            keys.append(_bulk(fence[0].encode()))
-        key_count = len(keys) + 2 * len(changes)
-        argument_count = 2 + 2 * len(changes)
-        for change in changes:
-            row = row_key(self.head, change.key).encode()
-            keys.append(b"$%d\r\n%b\r\n$%d\r\n%b:gone\r\n" % (len(row), row, len(row) + 5, row))
-            if change.row is None:
-                arguments.append(b"$%d\r\n%b\r\n$2\r\n-1\r\n" % (VERSION_DIGITS, _version(change)))
+        arguments = [_bulk(b"%d" % len(guard.ranges if guard else ())), self._ttl]
+        if guard:
+            keys.append(_bulk(guard.key.encode()))
+            for field, lowest, highest in guard.ranges:
+                arguments += map(_bulk, (field.encode(), b"%d" % lowest, b"%d" % highest))
+        key_count, argument_count = len(keys), len(arguments)
+        for row_key, change in changes:
+            try:
+                fields = self._packed(change)
+            except _Unfit as unfit:
+                self.refused.append((change, str(unfit)))
                 continue
-            fields = self._packed(change)
-            argument_count += len(fields)
-            count = _bulk(b"%d" % len(fields))
+            row = row_key.encode()
+            keys.append(b"$%d\r\n%b\r\n$%d\r\n%b:gone\r\n" % (len(row), row, len(row) + 5, row))
+            count = _bulk(b"%d" % (-1 if fields is None else len(fields)))
             arguments.append(b"$%d\r\n%b\r\n%b" % (VERSION_DIGITS, _version(change), count))
-            arguments += fields
+            arguments += fields or ()
+            key_count += 2
+            argument_count += 2 + len(fields or ())
         return b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n%b%b%b" % (
             3 + key_count + argument_count,
             _SCRIPTS["apply"][0].encode(),
@@ -195,23 +212,23 @@ class Packer:
             b"".join(arguments),
         )
 
-    def _packed(self, change: Change) -> list[bytes]:
+    def _packed(self, change: Change) -> list[bytes] | None:
         """Names and values by turns; text as it is, all else as JSON, NULL not at all."""
+        if change.row is None:
+            return None
         packed: list[bytes] = []
         fields = self._fields
-        assert change.row is not None
         try:
             for name, value in change.row.items():
                 if value is None:
                     continue
                 raw = value.encode() if type(value) is str else orjson.dumps(value)
+                if len(raw) > MAX_VALUE_BYTES:
+                    raise _Unfit(f"too large, column {name}")
                 packed.append(fields[name])
                 packed.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
         except (TypeError, ValueError):
-            raise SinkUnusable(
-                f"{self._table}: the row at offset {change.offset} cannot be written as text",
-                hint="look at that record in the log; mend the row at the source",
-            ) from None
+            raise _Unfit(f"cannot be written as text, column {name}") from None
         return packed
 
 
@@ -224,6 +241,7 @@ class RedisSink:
         self.name = settings.name
         self._settings = settings
         self._ledger = f"{settings.key_prefix}cdc:ledger:{{{settings.name}}}"
+        self._tables: dict[str, Table] = {}  # by topic, as they were prepared
 
     @cached_property
     def _client(self) -> Any:
@@ -258,6 +276,7 @@ class RedisSink:
         with self._classified():
             for _, text in _SCRIPTS.values():
                 self._client.script_load(text)
+        self._tables = dict(tables)
 
     def claim(self) -> Claim:
         with self._classified():
@@ -277,8 +296,9 @@ class RedisSink:
                             for field, offset in held.items()
                             if field.startswith("next:")
                         },
+                        "unswept" in held,
                     )
-            return Claim(int(token), entries)
+            return Claim(int(token), {**entries, **self._lost(self._tables.keys() - entries)})
 
     def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
         with self._classified():
@@ -292,6 +312,7 @@ class RedisSink:
                         "topic_id": entry.topic_id,
                         "generation": entry.generation,
                         "partitions": entry.partitions,
+                        **({"unswept": 1} if entry.unswept else {}),
                         **{f"next:{p}": offset for p, offset in entry.offsets.items()},
                     }
                 arguments.append(2 * len(fields))
@@ -313,27 +334,52 @@ class RedisSink:
             first = int(generation) << OFFSET_BITS
             floor = first + int(reached or 0)
             fresh = [c for c in piece.changes if not first <= c.version < floor]
-            applied = self._apply(token, piece.table, fresh) if fresh else 0
-            if piece.next_offset > int(reached or 0):
+            sent = self._apply(piece, fresh, self._fence(token))
+            if sent is None:
+                raise self._fenced(token)
+            if piece.next_offset > int(reached or 0) and not sent.refused:
                 arguments = [token, f"next:{piece.partition}", piece.next_offset]
                 self._check(token, self._run("move", [self._ledger, entry], arguments))
-            return Written(applied, len(piece.changes) - applied)
+            return sent._replace(stale=sent.stale + len(piece.changes) - len(fresh))
+
+    def repair(self, piece: Slice) -> Written | None:
+        with self._classified():
+            entry, place = self._entry(piece.topic), f"next:{piece.partition}"
+            generation, reached = self._client.hmget(entry, "generation", place)
+            if generation is None or int(reached or 0) > piece.next_offset:
+                return None
+            if any(change.generation != int(generation) for change in piece.changes):
+                return None
+            ranges = ("generation", int(generation), int(generation)), (place, 0, piece.next_offset)
+            return self._apply(piece, piece.changes, Guard(entry, ranges))
+
+    def sweep(self, token: int, topic: str, table: Table) -> int:
+        with self._classified():
+            generation = self._client.hget(self._entry(topic), "generation")
+            self._check(token, self._client.hget(self._ledger, "token"))
+            if generation is None:
+                raise SinkUnusable(f"{self.name}: the ledger has no entry for {topic}")
+            # Above all older generations and below every change of this one.
+            version = (int(generation) << OFFSET_BITS) - 1
+            swept = sum(
+                self._remove(token, keys, version)
+                for keys in self._pages(_glob_escaped(self._head(table)) + "*}", "hash")
+            )
+            keys = [self._ledger, self._entry(topic)]
+            self._check(token, self._run("swept", keys, [token, generation]))
+            return swept
 
     def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
         """Every row; one that is deleted meanwhile is left out."""
-        head = table_head(self._settings.key_prefix, table)
-        seen: set[int] = set()  # SCAN may bring a key twice; hashes, because keys can be long
         with self._classified():
-            keys: list[str] = []
-            pattern = _glob_escaped(head) + "*}"
-            for key in self._client.scan_iter(match=pattern, count=KEYS_PER_SCAN, _type="hash"):
-                if hash(key) not in seen:
-                    seen.add(hash(key))
-                    keys.append(key)
-                if len(keys) == KEYS_PER_SCAN:
-                    yield from self._hashes(keys)
-                    keys = []
-            yield from self._hashes(keys)
+            for keys in self._pages(_glob_escaped(self._head(table)) + "*}", "hash"):
+                reads = self._client.pipeline(transaction=False)
+                for key in keys:
+                    reads.hgetall(key)
+                for row in reads.execute():
+                    if row:
+                        version = row.pop(VERSION, None)
+                        yield row, None if version is None else int(version)
 
     def close(self) -> None:
         client = self.__dict__.pop("_client", None)
@@ -343,30 +389,59 @@ class RedisSink:
 
     # The rows.
 
-    def _apply(self, token: int, table: Table, changes: Sequence[Change]) -> int:
-        """Apply *changes*; return how many were newer than what was held."""
+    def _head(self, table: Table) -> str:
+        return table_head(self._settings.key_prefix, table)
+
+    def _apply(self, piece: Slice, changes: Sequence[Change], guard: Guard) -> Written | None:
+        """Apply *changes* while *guard* holds; None if it does not, or no longer."""
+        head = self._head(piece.table)
+        packer = Packer(self._settings)
+        applied = self._call(packer, [(row_key(head, c.key), c) for c in changes], guard)
+        if applied is None:
+            return None
+        refused = tuple(Refusal(piece.partition, c.offset, why) for c, why in packer.refused)
+        return Written(applied, len(changes) - applied - len(refused), refused)
+
+    def _remove(self, token: int, keys: Sequence[str], version: int) -> int:
+        """Remove those of the rows *keys* that are not above *version*; return how many."""
+        reads = self._client.pipeline(transaction=False)
+        reads.hget(self._ledger, "token")
+        for key in keys:
+            reads.hget(key, VERSION)
+        current, *versions = reads.execute()
+        self._check(token, current)
+        old = [
+            (key, Change((), None, version))
+            for key, held in zip(keys, versions, strict=True)
+            if held is not None and int(held) <= version
+        ]
+        removed = self._call(Packer(self._settings), old, self._fence(token))
+        if removed is None:
+            raise self._fenced(token)
+        return removed
+
+    def _call(
+        self, packer: Packer, changes: Sequence[tuple[str, Change]], guard: Guard
+    ) -> int | None:
+        """How many of *changes* were newer than what was held; None if *guard* does not hold."""
         client = self._client
         is_cluster = isinstance(client, RedisCluster)
-        packer = Packer(self._settings, table)
         if not is_cluster:
-            fence = self._ledger, token
             calls = (
-                packer.call(changes[at : at + ROWS_PER_CALL], fence)
+                packer.call(changes[at : at + ROWS_PER_CALL], guard)
                 for at in range(0, len(changes), ROWS_PER_CALL)
             )
-            answers = self._send(client.connection_pool, calls)
+            answers = self._send(client.connection_pool, calls) if changes else []
         else:
             by_node: dict[Any, list[bytes]] = defaultdict(list)
-            for change in changes:
-                node = client.get_node_from_key(row_key(packer.head, change.key))
-                by_node[node].append(packer.call([change], None))
+            for key, change in changes:
+                # A guard would be in another slot.
+                by_node[client.get_node_from_key(key)].append(packer.call([(key, change)], None))
             answers = []
             for node, its_calls in by_node.items():
                 pool = client.get_redis_connection(node).connection_pool
                 answers += self._send(pool, its_calls)
-        if -1 in answers:
-            self._check(token, self._client.hget(self._ledger, "token"))
-        return sum(answers)
+        return None if -1 in answers else sum(answers)
 
     def _send(self, pool: Any, calls: Iterable[bytes]) -> list[int]:
         """Send *calls*, packing one while the server works on another; then read all answers."""
@@ -382,14 +457,19 @@ class RedisSink:
                 raise answer
         return answers
 
-    def _hashes(self, keys: Sequence[str]) -> Iterator[tuple[Row, int | None]]:
-        reads = self._client.pipeline(transaction=False)
-        for key in keys:
-            reads.hgetall(key)
-        for row in reads.execute():
-            if row:
-                version = row.pop(VERSION, None)
-                yield row, None if version is None else int(version)
+    def _pages(self, pattern: str, type_: str | None = None) -> Iterator[list[str]]:
+        """The keys that match *pattern*, each once, many at a time."""
+        seen: set[int] = set()  # SCAN may bring a key twice; hashes, because keys can be long
+        keys: list[str] = []
+        for key in self._client.scan_iter(match=pattern, count=KEYS_PER_SCAN, _type=type_):
+            if hash(key) not in seen:
+                seen.add(hash(key))
+                keys.append(key)
+            if len(keys) == KEYS_PER_SCAN:
+                yield keys
+                keys = []
+        if keys:
+            yield keys
 
     # The ledger.
 
@@ -399,6 +479,53 @@ class RedisSink:
     def _topics(self) -> list[str]:
         topics: list[str] = orjson.loads(self._client.hget(self._ledger, "topics") or "[]")
         return topics
+
+    def _lost(self, topics: Iterable[str]) -> dict[str, Entry]:
+        """Entries for those of *topics* whose rows or deletes are here without a ledger.
+
+        No topic has their empty id, so the generation above the highest that is found is opened,
+        all is read again, and what the log no longer has is swept.
+        """
+        topic_of = {self._head(self._tables[topic]): topic for topic in topics}
+        if not topic_of:
+            return {}
+        prefix = self._settings.key_prefix
+        entries: dict[str, Entry] = {}
+        for keys in self._pages(_glob_escaped(prefix) + "{*"):
+            # No colon is in a head but the one at its end.
+            found = [(topic_of.get(k[: k.find(":", len(prefix)) + 1]), k) for k in keys]
+            mine = [(topic, key) for topic, key in found if topic is not None]
+            for (topic, _), version in zip(mine, self._versions([k for _, k in mine]), strict=True):
+                generation = version >> OFFSET_BITS
+                if generation > (entries[topic].generation if topic in entries else 0):
+                    entries[topic] = Entry("", generation, 0)
+        return entries
+
+    def _versions(self, keys: Sequence[str]) -> list[int]:
+        """The versions of rows and tombstones; 0 for what is not ours."""
+        reads = self._client.pipeline(transaction=False)
+        for key in keys:
+            if key.endswith("}"):
+                reads.hget(key, VERSION)
+            else:
+                reads.get(key)
+        versions = []
+        for key, found in zip(keys, reads.execute(raise_on_error=False), strict=True):
+            if isinstance(found, ResponseError) and answer_code(found) != "WRONGTYPE":
+                raise found
+            is_ours = key.endswith(("}", tombstone_key("}"))) and isinstance(found, str)
+            versions.append(int(found) if is_ours and found.isdecimal() else 0)
+        return versions
+
+    def _fence(self, token: int) -> Guard:
+        return Guard(self._ledger, (("token", token, token),))
+
+    def _fenced(self, token: int) -> SinkError:
+        try:
+            self._check(token, self._client.hget(self._ledger, "token"))
+        except SinkError as error:
+            return error
+        return SinkUnavailable(f"{self.name}: the ledger {self._ledger} has changed")
 
     def _check(self, token: int, current: str | None) -> None:
         if not current:

@@ -1,23 +1,25 @@
 -- Apply changes, each to its own row, if it is newer than what is held.
 --
--- KEYS  the sink's ledger (only if ARGV[1] is a token), then per change: row, tombstone
--- ARGV  token or '', lifetime of a tombstone in ms, then per change:
---       version, count, and count field names and values; a count of -1 deletes
+-- KEYS  the hash that is the guard (only if ARGV[1] is not 0), then per change: row, tombstone
+-- ARGV  count of the guard's fields, lifetime of a tombstone in ms;
+--       per field of the guard: name, and the lowest and highest number it may be now;
+--       per change: version, count, and count field names and values; a count of -1 deletes
 --
 -- Versions have one width, so their order as text is their order. Returns how many were applied,
--- or -1 if the token is old.
+-- or -1 if the guard does not hold. A field that is not there is 0 for the guard.
 
-local first = 1
-if ARGV[1] ~= '' then
-  if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then
+local fields = tonumber(ARGV[1])
+local at = 3
+for _ = 1, fields do
+  local now = tonumber(redis.call('HGET', KEYS[1], ARGV[at]) or 0)
+  if now < tonumber(ARGV[at + 1]) or now > tonumber(ARGV[at + 2]) then
     return -1
   end
-  first = 2
+  at = at + 3
 end
 
 local applied = 0
-local at = 3
-for k = first, #KEYS, 2 do
+for k = fields > 0 and 2 or 1, #KEYS, 2 do
   local row, tombstone = KEYS[k], KEYS[k + 1]
   local version, count = ARGV[at], tonumber(ARGV[at + 1])
   local held = redis.call('HGET', row, '__cdc_version')

@@ -15,7 +15,7 @@ from pydantic import SecretStr, ValidationError
 
 from cdc.change import Change, Column, Slice, Table, version_of
 from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Entry, Written
+from cdc.sink import Entry, Refusal, Written
 from sinks.redis import RedisSettings, RedisSink, row_key, table_head, tombstone_key
 from tests.support.waiting import wait_until
 
@@ -202,8 +202,71 @@ def test_old_token_is_refused_by_the_script_itself(sink):
     token = opened(sink)
     sink.claim()
     with pytest.raises(SinkFenced):
-        sink._apply(token, TABLE, [upsert("a", 1)])
+        sink._remove(token, [], version_of(1, 9))
+    late = upsert("a", 1)
+    assert sink._apply(piece(late), [late], sink._fence(token)) is None
+    assert isinstance(sink._fenced(token), SinkFenced)
     assert list(sink.rows(TABLE)) == []
+
+
+def test_row_that_is_no_text_is_refused(sink):
+    """The rows around it are written, the ledger stays, and the value is not quoted."""
+    token = opened(sink)
+    bad = [upsert("a", 1), upsert("b", 2, note="\ud800"), upsert("c", 3, paid=1 << 70)]
+    sent = sink.write(token, piece(*bad, delete("d", 4)))
+    refused = [(r.offset, r.reason) for r in sent.refused]
+    why = "cannot be written as text"
+    assert refused == [(2, f"{why}, column note"), (3, f"{why}, column paid")]
+    assert sent[:2] == (2, 0)
+    assert sink.write(token, piece(bad[0], delete("d", 4))) == Written(0, 2)
+    assert sink.claim().entries[TOPIC].offsets == {0: 5}
+
+
+def test_value_beyond_the_protocol_is_refused(own_server, monkeypatch):
+    """What the server would hang up on is not sent; one byte less is held."""
+    _, url = own_server("--proto-max-bulk-len", "1mb")
+    monkeypatch.setattr("sinks.redis.MAX_VALUE_BYTES", 1 << 20)
+    sink = RedisSink(RedisSettings(name="cache", type="redis", url=url))
+    token = opened(sink)
+    fits, large = upsert("a", 1, note="x" * (1 << 20)), upsert("b", 2, note="x" * ((1 << 20) + 1))
+    refused = Refusal(0, 2, "too large, column note")
+    assert sink.write(token, piece(fits, large)) == Written(1, 0, (refused,))
+    assert [row["id"] for row, _ in sink.rows(TABLE)] == ["a"]
+    sink.close()
+
+
+def test_lost_ledger_is_not_taken_for_an_empty_sink(sink, settings, server):
+    """The highest generation of rows and tombstones counts; keys of others do not."""
+    token = opened(sink)
+    sink.assign(token, {TOPIC: Entry("life-3", 3, 2)})
+    sink.write(token, piece(upsert("a", 1), Change(("b",), None, version_of(3, 2))))
+    server.delete(*server.keys(f"{settings.key_prefix}cdc:ledger:*"))
+    server.set(row_of(settings, "theirs"), "x")
+    server.set(row_of(settings, "theirs") + ":own", "9" * 19)
+    found = RedisSink(settings)
+    assert found.claim().entries == {}
+    other = Table("public", "orders2", TABLE.columns, TABLE.key)
+    found.prepare({TOPIC: TABLE, "other": other})
+    assert found.claim().entries == {TOPIC: Entry("", 3, 0)}
+    found.close()
+
+
+def test_version_that_cannot_be_read_is_not_taken_for_none(sink, settings, server):
+    """An error while a lost ledger is made good is an error, and no reason to begin anew."""
+    token = opened(sink)
+    sink.write(token, piece(delete("a", 1)))
+    server.delete(*server.keys(f"{settings.key_prefix}cdc:ledger:*"))
+    user = f"u{uuid4().hex}"
+    server.acl_setuser(user, enabled=True, nopass=True, keys=["*"], commands=["+@all", "-get"])
+    update = {"user": user, "password": SecretStr("any")}
+    limited = RedisSink(settings.model_copy(update=update))
+    try:
+        limited.prepare({TOPIC: TABLE})
+        with pytest.raises(SinkUnusable, match="refuses"):
+            limited.claim()
+    finally:
+        limited.close()
+        server.acl_deluser(user)
 
 
 def test_claims_at_once_get_different_tokens(settings):
@@ -332,6 +395,32 @@ def test_cluster_takes_rows_one_by_one(own_server):
     assert later.entries[TOPIC].offsets == {0: 302, 1: 10}
     with pytest.raises(SinkFenced):
         sink.write(token, piece(upsert("a", 400)))
+    sink.close()
+
+
+def test_cluster_sweeps_repairs_and_finds_a_lost_ledger(own_server):
+    """What one script does on a standalone server is done row by row, with the same outcome."""
+    client, url = own_server("--cluster-enabled", "yes")
+    client.execute_command("CLUSTER ADDSLOTS", *range(16_384))
+    wait_until(lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+    sink = RedisSink(RedisSettings(name="cache", type="redis", url=url, key_prefix="c:"))
+    token = opened(sink)
+    sink.write(token, piece(*(upsert(str(n), n) for n in range(40))))
+    assert sink.repair(piece(upsert("left out", 7), next_offset=40)) == Written(1, 0)
+    assert sink.repair(piece(upsert("left out", 7), next_offset=39)) is None
+    client.delete("c:cdc:ledger:{cache}", f"c:cdc:ledger:{{cache}}:{TOPIC}")
+    assert sink.repair(piece(upsert("left out", 7), next_offset=40)) is None
+    claim = sink.claim()
+    assert claim.entries == {TOPIC: Entry("", 1, 0)}
+    sink.assign(claim.token, {TOPIC: Entry("life-1", 2, 2, unswept=True)})
+    newer = Change(("3",), {"id": "3"}, version_of(2, 0))
+    assert sink.write(claim.token, piece(newer)) == Written(1, 0)
+    assert sink.sweep(claim.token, TOPIC, TABLE) == 40
+    assert list(sink.rows(TABLE)) == [({"id": "3"}, version_of(2, 0))]
+    again = sink.claim()
+    assert again.entries == {TOPIC: Entry("life-1", 2, 2, {0: 1})}
+    with pytest.raises(SinkFenced):
+        sink.sweep(claim.token, TOPIC, TABLE)
     sink.close()
 
 
