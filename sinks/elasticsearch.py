@@ -248,8 +248,7 @@ class ElasticsearchSink:
     def write(self, token: int, piece: Slice) -> Written:
         with self._classified():
             place = self._ledger.place(token, piece.topic, piece.partition)
-            # Of another generation the ledger says nothing: there the version guard decides.
-            fresh = [c for c in piece.changes if not place.lowest <= c.version < place.floor]
+            fresh = [c for c in piece.changes if c.version >= place.floor]
             sent = Written(0, 0)
             if fresh:
                 self._same_index(place.index, place.uuid)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cdc.change import Change, Key, Row, Slice, Table
+from cdc.change import Change, Key, Row, Slice, Table, version_of
 from cdc.errors import SinkFenced
-from cdc.sink import Claim, Entry, Written
+from cdc.sink import Claim, Entry, Refusal, Written
 
 
 class MemorySink:
-    def __init__(self, name: str = "memory") -> None:
+    """*refuses* says of which changes this sink shall never take."""
+
+    def __init__(
+        self, name: str = "memory", refuses: Callable[[Change], bool] = lambda _: False
+    ) -> None:
         self.name = name
+        self._refuses = refuses
+        self._tables: dict[str, Table] = {}  # by topic
         self._held: dict[str, dict[Key, Change]] = {}  # deletes stay, as changes without a row
         self._entries: dict[str, Entry] = {}
         self._token = 0
 
     def prepare(self, tables: Mapping[str, Table]) -> None:
+        self._tables.update(tables)
         for table in tables.values():
             self._held.setdefault(table.full_name, {})
 
     def claim(self) -> Claim:
         self._token += 1
-        return Claim(self._token, dict(self._entries))
+        return Claim(self._token, {**self._lost(), **self._entries})
 
     def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
         self._check(token)
@@ -31,12 +38,15 @@ class MemorySink:
 
     def write(self, token: int, piece: Slice) -> Written:
         self._check(token)
-        applied = self._apply(piece)
         entry = self._entries[piece.topic]
-        reached = max(piece.next_offset, entry.offsets.get(piece.partition, 0))
-        offsets = {**entry.offsets, piece.partition: reached}
-        self._entries[piece.topic] = replace(entry, offsets=offsets)
-        return Written(applied, len(piece.changes) - applied)
+        reached = entry.offsets.get(piece.partition, 0)
+        floor = version_of(entry.generation, reached)
+        fresh = [change for change in piece.changes if change.version >= floor]
+        sent = self._apply(piece, fresh)
+        if not sent.refused:
+            offsets = {**entry.offsets, piece.partition: max(piece.next_offset, reached)}
+            self._entries[piece.topic] = replace(entry, offsets=offsets)
+        return sent._replace(stale=sent.stale + len(piece.changes) - len(fresh))
 
     def repair(self, piece: Slice) -> Written | None:
         entry = self._entries.get(piece.topic)
@@ -44,8 +54,7 @@ class MemorySink:
             return None
         if any(change.generation != entry.generation for change in piece.changes):
             return None
-        applied = self._apply(piece)
-        return Written(applied, len(piece.changes) - applied)
+        return self._apply(piece, piece.changes)
 
     def sweep(self, token: int, topic: str, table: Table) -> int:
         self._check(token)
@@ -64,15 +73,26 @@ class MemorySink:
     def close(self) -> None:
         pass
 
-    def _apply(self, piece: Slice) -> int:
+    def _apply(self, piece: Slice, changes: Sequence[Change]) -> Written:
         held = self._held[piece.table.full_name]
-        applied = 0
-        for change in piece.changes:
+        applied, refused = 0, []
+        for change in changes:
             before = held.get(change.key)
-            if before is None or before.version < change.version:
+            if self._refuses(change):
+                refused.append(Refusal(piece.partition, change.offset, "refused on purpose"))
+            elif before is None or before.version < change.version:
                 held[change.key] = change
                 applied += 1
-        return applied
+        return Written(applied, len(changes) - applied - len(refused), tuple(refused))
+
+    def _lost(self) -> dict[str, Entry]:
+        """Rows without a ledger: no topic has this id, so the next generation is opened."""
+        held = {topic: self._held[table.full_name] for topic, table in self._tables.items()}
+        return {
+            topic: Entry("", max(change.generation for change in changes.values()), 0)
+            for topic, changes in held.items()
+            if changes
+        }
 
     def _check(self, token: int) -> None:
         if token != self._token:

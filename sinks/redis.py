@@ -330,10 +330,8 @@ class RedisSink:
             self._check(token, current)
             if generation is None:
                 raise SinkUnusable(f"{self.name}: the ledger has no entry for {piece.topic}")
-            # Of another generation the ledger says nothing: there the version guard decides.
-            first = int(generation) << OFFSET_BITS
-            floor = first + int(reached or 0)
-            fresh = [c for c in piece.changes if not first <= c.version < floor]
+            floor = (int(generation) << OFFSET_BITS) + int(reached or 0)
+            fresh = [c for c in piece.changes if c.version >= floor]
             sent = self._apply(piece, fresh, self._fence(token))
             if sent is None:
                 raise self._fenced(token)

@@ -238,8 +238,9 @@ def test_value_beyond_the_protocol_is_refused(own_server, monkeypatch):
 def test_lost_ledger_is_not_taken_for_an_empty_sink(sink, settings, server):
     """The highest generation of rows and tombstones counts; keys of others do not."""
     token = opened(sink)
+    sink.write(token, piece(upsert("a", 1)))
     sink.assign(token, {TOPIC: Entry("life-3", 3, 2)})
-    sink.write(token, piece(upsert("a", 1), Change(("b",), None, version_of(3, 2))))
+    sink.write(token, piece(Change(("b",), None, version_of(3, 2))))
     server.delete(*server.keys(f"{settings.key_prefix}cdc:ledger:*"))
     server.set(row_of(settings, "theirs"), "x")
     server.set(row_of(settings, "theirs") + ":own", "9" * 19)
