@@ -17,6 +17,7 @@ import redis
 import requests
 
 from cdc import supervisor, wiring
+from cdc.change import Table
 from cdc.config import Config
 from connectors import catalogue, lifecycle
 from deploy.demo.stores import Stores
@@ -107,6 +108,10 @@ class Pipeline:
             stop.set()
             daemon.join(60)
             assert not daemon.is_alive()
+
+    def catalogue(self, config: Config) -> Mapping[str, Table]:
+        """The tables by topic, as PostgreSQL describes them now."""
+        return catalogue.read_tables(config)
 
     def differences(self, config: Config) -> dict[str, str]:
         """What differs, by sink and table; empty when every copy is equal."""
