@@ -83,7 +83,7 @@ def spark_settings(config: Config) -> dict[str, str]:
 
 
 def outside(config: Config) -> Outside:
-    from connectors import catalogue, quarantine, topics
+    from connectors import catalogue, lifecycle, quarantine, topics
     from connectors.postgres import quarantine_topic
 
     return Outside(
@@ -92,7 +92,7 @@ def outside(config: Config) -> Outside:
         open_sink=open_sink,
         open_here=open_here,
         keep=partial(quarantine.keep, config.kafka, quarantine_topic(config)),
-        is_whole=lambda _: False,
+        is_whole=partial(lifecycle.is_whole, config),
     )
 
 
