@@ -79,7 +79,7 @@ class SinkThread(threading.Thread):
         self._deadline = float("inf")
         self._names: dict[str, str] = {}  # table by topic
         self._read: Mapping[str, Mapping[int, int]] = {}  # next offset, by topic and partition
-        self._topic_ids: Mapping[str, str] = {}  # of the running query
+        self._layout: Mapping[str, tuple[str, int]] = {}  # topic id and partitions, as opened
         self._is_elsewhere = threading.Event()  # the log that is read is no longer the log
         self._failures: Counter[type[CdcError]] = Counter()  # since the last progress
         self._failing_since: float | None = None
@@ -141,7 +141,9 @@ class SinkThread(threading.Thread):
             claim = sink.claim()
             entries = plan(tables, claim.entries, self._outside.topics(list(tables)))
             self._read = {topic: entry.offsets for topic, entry in entries.items()}
-            self._topic_ids = {topic: entry.topic_id for topic, entry in entries.items()}
+            self._layout = {
+                topic: (entry.topic_id, entry.partitions) for topic, entry in entries.items()
+            }
             sink.assign(claim.token, entries)
             job = Job(
                 sink=self.settings,
@@ -150,7 +152,7 @@ class SinkThread(threading.Thread):
                 token=claim.token,
                 tables=tables,
                 generations={topic: entry.generation for topic, entry in entries.items()},
-                topic_ids=self._topic_ids,
+                topic_ids={topic: entry.topic_id for topic, entry in entries.items()},
                 limits=self._config.batch,
                 tolerated=self._config.quarantine,
             )
@@ -209,9 +211,10 @@ class SinkThread(threading.Thread):
 
     def note_log(self, topics: Mapping[str, TopicState]) -> None:
         """Compare what the log has now with what the last finished batch had read."""
-        found = {topic: state.topic_id for topic, state in topics.items()}
-        if any(found.get(topic) != held for topic, held in self._topic_ids.items()):
-            # Spark knows topics by name, and reads on in the middle of another one.
+        found = {topic: (state.topic_id, state.partitions) for topic, state in topics.items()}
+        if any(found.get(topic) != layout for topic, layout in self._layout.items()):
+            # Spark knows topics by name: it would read on in the middle of another one, and take
+            # up new partitions in which keys of the old ones go on.
             self._is_elsewhere.set()
         self.status.lag = {
             self._names[topic]: sum(
