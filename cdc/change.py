@@ -75,6 +75,9 @@ class Slice:
     next_offset: int
     changes: tuple[Change, ...]
 
+    def before(self, offset: int) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.offset < offset)
+
 
 def version_of(generation: int, offset: int) -> int:
     """One number that orders changes of a key across lives of a topic."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cdc.batch import Record
 from cdc.change import Change, Slice, Table, version_of
@@ -71,10 +71,9 @@ def _partition(
         found = log.newest((topic, partition), keys, first, end)
         tried = dict(_changes(kept, table, found, done))
         changes = sorted({c.offset: c for c in tried.values()}.values(), key=lambda c: c.offset)
-        written = sink.repair(Slice(table, topic, partition, end, tuple(changes)))
-        if written is None:
+        reasons = _repaired(sink, Slice(table, topic, partition, end, tuple(changes)))
+        if reasons is None:
             continue
-        reasons = {refusal.offset: refusal.reason for refusal in written.refused}
         for id_, change in tried.items():
             if change.offset in reasons:
                 done.refused[id_] = reasons[change.offset]
@@ -85,6 +84,19 @@ def _partition(
         f"{sink.name}: {topic} partition {partition} moved on {ATTEMPTS} times during the replay",
         hint="try again when fewer changes come",
     )
+
+
+def _repaired(sink: Sink | FrameSink, piece: Slice) -> dict[int, str] | None:
+    """Repair with all of *piece* that is taken; the reasons for the rest, by offset."""
+    reasons: dict[int, str] = {}
+    while True:
+        left = tuple(change for change in piece.changes if change.offset not in reasons)
+        written = sink.repair(replace(piece, changes=left))
+        if written is None:
+            return None
+        if not written.refused:
+            return reasons
+        reasons |= {refusal.offset: refusal.reason for refusal in written.refused}
 
 
 def _changes(

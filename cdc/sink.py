@@ -82,8 +82,10 @@ class Sink(Protocol):
     def repair(self, piece: Slice) -> Written | None:
         """Apply changes that were left out once, beside whoever writes now; move no ledger.
 
-        *piece.next_offset* is how far the log was read to know them the newest of their keys.
-        None, and nothing done, if the ledger is past it or of another generation.
+        *piece.next_offset* is how far the log was read to know them the newest of their keys. What
+        the ledger has not come to is left to the writer, which brings it in its turn: stale.
+        None, and nothing done, if the ledger is past it or of another generation. If some are
+        refused, repair again without them.
         """
 
     def sweep(self, token: int, topic: str, table: Table) -> int:

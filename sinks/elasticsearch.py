@@ -264,11 +264,14 @@ class ElasticsearchSink:
                 return None
             if any(change.generation != place.generation for change in piece.changes):
                 return None
-            if not piece.changes:
-                return Written(0, 0)
+            passed = piece.before(place.reached or 0)
+            left = len(piece.changes) - len(passed)
+            if not passed:
+                return Written(0, left)
             self._same_index(place.index, place.uuid)
             # A delete that the writer sends from now on is newer, and its version is remembered.
-            return self._bulk(piece, place.index, piece.changes)
+            done = self._bulk(piece, place.index, passed)
+            return done._replace(stale=done.stale + left)
 
     def sweep(self, token: int, topic: str, table: Table) -> int:
         with self._classified():

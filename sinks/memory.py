@@ -54,7 +54,9 @@ class MemorySink:
             return None
         if any(change.generation != entry.generation for change in piece.changes):
             return None
-        return self._apply(piece, piece.changes)
+        passed = piece.before(entry.offsets.get(piece.partition, 0))
+        done = self._apply(piece, passed)
+        return done._replace(stale=done.stale + len(piece.changes) - len(passed))
 
     def sweep(self, token: int, topic: str, table: Table) -> int:
         self._check(token)

@@ -349,7 +349,10 @@ class RedisSink:
             if any(change.generation != int(generation) for change in piece.changes):
                 return None
             ranges = ("generation", int(generation), int(generation)), (place, 0, piece.next_offset)
-            return self._apply(piece, piece.changes, Guard(entry, ranges))
+            passed = piece.before(int(reached or 0))
+            done = self._apply(piece, passed, Guard(entry, ranges))
+            left = len(piece.changes) - len(passed)
+            return done and done._replace(stale=done.stale + left)
 
     def sweep(self, token: int, topic: str, table: Table) -> int:
         with self._classified():

@@ -227,7 +227,7 @@ class WarehouseSink:
                 return None
             if any(change.generation != held[1] for change in piece.changes):
                 return None
-            return list(piece.changes)
+            return list(piece.before(held[2] or 0))
 
         return self._apply(piece, newest, lambda connection: connection.commit())
 

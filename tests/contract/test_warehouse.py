@@ -202,11 +202,11 @@ def test_repair_puts_back_what_was_left_out(writer):
 
 def test_repair_tells_what_is_refused_still(writer):
     """A change that still does not fit is told, not raised, and nothing of its slice is kept."""
-    writer.write(ORDERS, {0: order(1, 1)})
-    again = piece(ORDERS, {0: order(1, 2), 3: order(3, SECRET)}, next_offset=4)
+    writer.write(ORDERS, {0: order(1, 1), 5: order(5, 5)})
+    again = piece(ORDERS, {0: order(1, 2), 3: order(3, SECRET)}, next_offset=6)
     written = writer.sink.repair(again)
     assert [refusal.offset for refusal in written.refused] == [3]
-    assert writer.held(ORDERS).keys() == {(1,)}
+    assert writer.held(ORDERS).keys() == {(1,), (5,)}
 
 
 def test_repair_waits_for_the_writer_and_then_sees_its_delete(writer, postgres_harness):
