@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit contract integration fetch clean
+.PHONY: help setup demo test lint unit contract property integration fetch clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ demo: setup ## Sync a small shop to four stores on real servers, and compare (DE
 	@$(BIN)/python -m deploy.demo
 
 test: lint unit ## Check everything, on real servers
-	@$(BIN)/python -m pytest tests/contract tests/integration
+	@$(BIN)/python -m pytest --hypothesis-profile=ci tests/contract tests/property tests/integration
 
 lint: setup ## Check style and types
 	@$(BIN)/ruff check .
@@ -33,6 +33,9 @@ unit: setup ## Run the tests that need no server
 
 contract: setup ## Run one suite against every sink
 	@$(BIN)/python -m pytest tests/contract
+
+property: setup ## Play many scripts of changes, crashes and replays against some sinks
+	@$(BIN)/python -m pytest --hypothesis-profile=ci tests/property
 
 integration: setup ## Run everything from PostgreSQL to the sinks
 	@$(BIN)/python -m pytest tests/integration

@@ -10,11 +10,18 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cdc import session
 from cdc.config import Spark
 from cdc.jars import cache_dir
 from deploy.stack import Ports, Stack
+
+# Properties: how many examples in the inner loop, and how many in `make test`. A failure prints
+# its example, and the line that plays it again.
+settings.register_profile("dev", max_examples=50, deadline=None, print_blob=True)
+settings.register_profile("ci", settings.get_profile("dev"), max_examples=200)
+settings.load_profile("dev")
 
 
 def stack_directory() -> Path:

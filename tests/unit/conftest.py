@@ -3,11 +3,6 @@
 import socket
 
 import pytest
-from hypothesis import settings
-
-# The whole folder is the inner loop: many properties, a few dozen examples each.
-settings.register_profile("unit", max_examples=30, deadline=None)
-settings.load_profile("unit")
 
 
 @pytest.fixture(autouse=True)
