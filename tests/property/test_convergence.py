@@ -85,7 +85,7 @@ def test_the_reference_equals_the_fold_of_the_log(memory_harness):
     holds(memory_harness)
 
 
-@pytest.mark.parametrize("kind", ["redis"])
+@pytest.mark.parametrize("kind", ["redis", "postgres"])
 def test_a_real_target_equals_the_fold_of_the_log(request, kind):
     """The same, on real servers: a step takes milliseconds there, so fewer scripts are played."""
     harness = request.getfixturevalue(f"{kind}_harness")
@@ -166,6 +166,14 @@ class RepairsLate(MemorySink):
 
     def repair(self, piece):
         return self._apply(piece, piece.changes)
+
+
+class RepairsEarly(MemorySink):
+    """Applies what the writer has not come to."""
+
+    def repair(self, piece):
+        written = super().repair(piece)
+        return written and self._apply(piece, piece.changes)
 
 
 @pytest.mark.parametrize("careless", MemorySink.__subclasses__(), ids=lambda it: it.__name__)

@@ -160,17 +160,21 @@ class World:
             self._found.append(Slice(self._table, self._topic, partition, end, (change,)))
 
     def repair(self) -> None:
-        """Apply what a search has found, now or long ago, beside the writer."""
+        """Apply what a search has found, now or long ago, beside the writer.
+
+        What the writer has not come to is left to it.
+        """
         if not self._found:
             return
         piece = self._found.pop(0)
         ledger = self._model.ledgers[-1]
-        is_late = ledger.offsets.get(piece.partition, 0) > piece.next_offset
+        reached = ledger.offsets.get(piece.partition, 0)
+        is_late = reached > piece.next_offset
         is_other = piece.changes[0].generation != ledger.generation
         written = self._writer.sink.repair(piece)
         assert (written is None) == (is_late or is_other)
         if written is not None:
-            self._model.take(piece.changes)
+            self._model.take(piece.before(reached))
             self._model.left_out.discard(piece.changes[0].key)
         self._check()
 
