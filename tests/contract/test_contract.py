@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import orjson
 import pytest
 
+from cdc.batch import Record, stretches
 from cdc.change import Column, Table
-from cdc.errors import SinkFenced
+from cdc.envelope import decode
+from cdc.errors import SinkFenced, SinkUnavailable
 from cdc.sink import Entry, Written
 from sinks.types import canonical
 from tests.contract.conftest import TOPIC_ID, canonical_row, topic_of
+from tests.support.waiting import wait_until
 
 NOTES = Table(
     "app", "notes", (Column("id", "integer", nullable=False), Column("t", "text")), ("id",)
@@ -25,6 +30,9 @@ PAIRS = Table(
     ),
     ("a", "b"),
 )
+COUNTS = Table(
+    "app", "counts", (Column("id", "integer", nullable=False), Column("n", "integer")), ("id",)
+)
 NAMED = Table("app", "named", (Column("k", "text", nullable=False), Column("n", "integer")), ("k",))
 
 
@@ -36,8 +44,25 @@ def gone(*key):
     return key, None
 
 
+def count(key, n):
+    return (key,), {"id": key, "n": n}
+
+
 def texts(writer):
     return {row["id"]: row["t"] for row in writer.held(NOTES).values()}
+
+
+def counts(writer):
+    return {row["id"]: row["n"] for row in writer.held(COUNTS).values()}
+
+
+def fold(log):
+    """What a table of notes holds at the end of *log*."""
+    return {row["id"]: row["t"] for row in dict(log).values() if row is not None}
+
+
+# Rows that are created, changed, deleted and created again.
+LOG = (note(1, "a"), note(2, "b"), gone(1), note(3, "c"), note(1, "d"), gone(2))
 
 
 def test_a_slice_that_comes_twice_happens_once(harness):
@@ -82,6 +107,50 @@ def test_a_deleted_row_does_not_come_back(harness):
     writer.write(NOTES, {5: gone(1), 6: gone(2)})
     assert writer.write(NOTES, {3: note(1, "late"), 4: note(2, "late")}) == Written(0, 2)
     assert texts(writer) == {}
+
+
+def test_a_deleted_row_does_not_come_back_when_its_delete_is_forgotten(harness):
+    """When the target no longer knows of the delete, the ledger still does."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {0: note(1, "a"), 1: note(2, "stays")})
+    writer.write(NOTES, {5: gone(1), 6: gone(3)})
+    harness.forget_deletes()
+    assert writer.write(NOTES, {3: note(1, "late"), 4: note(3, "late")}) == Written(0, 2)
+    assert texts(writer) == {2: "stays"}
+
+
+def test_an_upsert_and_a_delete_of_one_key_come_in_one_batch(harness):
+    """In either order the later one counts, with Debezium's own tombstone behind each delete."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {0: note(1, "old"), 1: note(2, "old")})
+    history = [note(1, "new"), gone(1), gone(2), note(2, "new"), note(3, "new"), gone(3)]
+    records = []
+    for (key,), row in history:
+        value = {"op": "d" if row is None else "u", "after": row, "source": {"ts_us": 1}}
+        values = [orjson.dumps(value), *([None] if row is None else [])]
+        key_bytes = orjson.dumps({"id": key})
+        records += [(key_bytes, value) for value in values]
+    log = [Record(2 + at, *record) for at, record in enumerate(records)]
+    (stretch,) = stretches(log, 100, 1_000_000)
+    changes = {}
+    for offset, key, value in stretch.records:
+        change = decode(NOTES, key, value, offset)
+        changes[offset] = change.key, change.row
+    assert len(changes) == 3
+    writer.write(NOTES, changes)
+    assert texts(writer) == {2: "new"}
+
+
+def test_the_log_is_replayed_from_every_earlier_offset(harness):
+    """Whether the ledger knows of the replay or was taken back, the end is the same."""
+    writer = harness.start(NOTES)
+    for offset, change in enumerate(LOG):
+        writer.write(NOTES, {offset: change})
+    for start in range(len(LOG)):
+        assert writer.write_log(NOTES, LOG, start).applied == 0
+        writer.assign(NOTES, Entry(TOPIC_ID, 1, 2, {0: start}))
+        writer.write_log(NOTES, LOG, start)
+        assert texts(writer) == fold(LOG)
 
 
 def test_composite_keys_never_meet(harness):
@@ -187,13 +256,44 @@ def test_half_a_slice_is_completed_by_its_replay(harness):
     assert texts(writer) == {2: "b", 3: "c"}
 
 
-def test_two_thousand_changes_at_once(harness):
-    """A slice of ordinary size, written, then half of it deleted in one go."""
+def test_a_lost_answer_loses_and_doubles_nothing(harness):
+    """After whichever round trip the line breaks, a replay completes what was begun."""
     writer = harness.start(NOTES)
-    rows = {n: note(n, f"text {n}") for n in range(2000)}
-    assert writer.write(NOTES, rows) == Written(2000, 0)
-    writer.write(NOTES, {2000 + n: gone(n) for n in range(0, 2000, 2)})
-    assert texts(writer) == {n: f"text {n}" for n in range(1, 2000, 2)}
+    with harness.losing(writer) as (losing, spare):
+        for loss in range(60):
+            at = 3 * loss
+            changes = {at: note(1000, str(loss)), at + 1: note(loss, "new"), at + 2: gone(loss - 1)}
+            spare(loss)
+            try:
+                losing.write(NOTES, changes)
+                break
+            except SinkUnavailable:
+                writer.write(NOTES, changes)
+            assert texts(writer) == {1000: str(loss), loss: "new"}
+    assert 0 < loss < 59
+    assert texts(writer) == {1000: str(loss), loss: "new"}
+    assert writer.entry(NOTES).offsets == {0: 3 * loss + 3}
+
+
+def test_ten_thousand_changes_at_once(harness):
+    """A slice of full size is written, half of it deleted in one go, and the rest swept."""
+    writer = harness.start(NOTES)
+    rows = {n: note(n, f"text {n}") for n in range(10_000)}
+    assert writer.write(NOTES, rows) == Written(10_000, 0)
+    writer.write(NOTES, {10_000 + n: gone(n) for n in range(0, 10_000, 2)})
+    assert texts(writer) == {n: f"text {n}" for n in range(1, 10_000, 2)}
+    writer.assign(NOTES, Entry("another", 2, 2, unswept=True))
+    assert writer.sink.sweep(writer.token, topic_of(NOTES), NOTES) == 5_000
+    assert texts(writer) == {}
+
+
+def test_a_row_of_two_megabytes(harness):
+    """One large row is a row like any other."""
+    writer = harness.start(NOTES)
+    text = "wörter und zeilen\n" * 120_000
+    assert len(text.encode()) > 2 << 20
+    assert writer.write(NOTES, {0: note(1, text), 1: note(2, "b")}) == Written(2, 0)
+    assert texts(writer) == {1: text, 2: "b"}
 
 
 def test_partitions_have_ledgers_of_their_own(harness):
@@ -224,6 +324,18 @@ def test_a_new_column_is_added(harness):
     writer.sink.prepare({topic_of(NOTES): wider})
     writer.write(wider, {1: ((2,), {"id": 2, "t": "b", "n": 5})})
     assert {row["id"]: row["n"] for row in writer.held(wider).values()} == {1: None, 2: 5}
+
+
+def test_a_dropped_column_is_gone(harness):
+    """When the source has dropped a column, a row that is written anew has nothing of it."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {0: note(1, "a"), 1: note(2, "b")})
+    narrow = replace(NOTES, columns=(NOTES.columns[0], Column("n", "integer")))
+    writer.sink.prepare({topic_of(NOTES): narrow})
+    writer.write(narrow, {2: count(1, 5), 3: count(3, 7)})
+    assert {row["id"]: row["n"] for row in writer.held(narrow).values()} == {1: 5, 2: None, 3: 7}
+    (raw,) = (row for row, _ in writer.sink.rows(narrow) if canonical("integer", row["id"]) == 1)
+    assert "t" not in raw
 
 
 TYPES = {
@@ -282,3 +394,214 @@ def test_rows_carry_their_version(harness):
     writer.write(NOTES, {3: note(1, "a"), 8: note(2, "b")})
     versions = {canonical("integer", row["id"]): v for row, v in writer.sink.rows(NOTES)}
     assert {key: v and v & 0xFFFF for key, v in versions.items() if v is not None} == {1: 3, 2: 8}
+
+
+def test_a_refused_change_leaves_the_ledger(harness):
+    """What can never be taken is told by its place; without it, the rest of the slice is taken."""
+    writer = harness.start(COUNTS)
+    writer.write(COUNTS, {0: count(1, 1), 1: count(2, 2)})
+    changes = {2: count(1, 10), 3: count(2, harness.never), 4: count(3, 3), 5: gone(4)}
+    (refusal,) = writer.write(COUNTS, changes).refused
+    assert (refusal.partition, refusal.offset) == (0, 3)
+    assert refusal.reason
+    assert str(harness.never) not in refusal.reason
+    assert writer.entry(COUNTS).offsets == {0: 2}
+    del changes[3]
+    assert writer.write(COUNTS, changes).refused == ()
+    assert counts(writer) == {1: 10, 2: 2, 3: 3}
+    assert writer.entry(COUNTS).offsets == {0: 6}
+
+
+def test_all_that_is_refused_is_told_in_the_end(harness):
+    """Told one by one or all at once, nothing is left out that could be taken."""
+    writer = harness.start(COUNTS)
+    changes = {n: count(n, harness.never if n % 3 else n) for n in range(9)}
+    refused = set()
+    while told := writer.write(COUNTS, changes).refused:
+        assert {refusal.offset for refusal in told} <= changes.keys()
+        for refusal in told:
+            refused.add(refusal.offset)
+            del changes[refusal.offset]
+    assert refused == {1, 2, 4, 5, 7, 8}
+    assert counts(writer) == {0: 0, 3: 3, 6: 6}
+
+
+def test_a_repair_brings_in_what_was_left_out(harness):
+    """Below the ledger's next offset, under its own version, and the ledger does not move."""
+    writer = harness.start(COUNTS)
+    writer.write(COUNTS, {0: count(1, 1), 6: count(2, 2)})
+    beside = replace(writer, sink=harness.open(writer.tables))
+    left_out = {2: count(3, 3), 4: gone(1)}
+    assert beside.repair(COUNTS, left_out, next_offset=7) == Written(2, 0)
+    assert counts(writer) == {2: 2, 3: 3}
+    assert beside.repair(COUNTS, {1: count(2, 0)}, next_offset=9) == Written(0, 1)
+    assert counts(writer) == {2: 2, 3: 3}
+    assert writer.write(COUNTS, {7: count(3, 30)}) == Written(1, 0)
+    assert writer.entry(COUNTS).offsets == {0: 8}
+    (refusal,) = beside.repair(COUNTS, {5: count(5, harness.never)}, next_offset=8).refused
+    assert (refusal.partition, refusal.offset) == (0, 5)
+    assert counts(writer) == {2: 2, 3: 30}
+
+
+def test_a_repair_gives_way_to_a_writer_that_has_passed(harness):
+    """What it knows to be the newest may no longer be: nothing is done, and that is said."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {0: note(1, "a"), 5: gone(2)})
+    late = {1: note(2, "late")}
+    assert writer.repair(NOTES, late, next_offset=5) is None
+    assert writer.repair(NOTES, late, next_offset=0) is None
+    writer.assign(NOTES, Entry("another", 2, 2))
+    beside = replace(writer, generation=1)
+    assert beside.repair(NOTES, late, next_offset=9) is None
+    writer.sink.assign(writer.token, {})
+    assert writer.repair(NOTES, late, next_offset=9) is None
+    assert texts(writer) == {1: "a"}
+
+
+def test_a_repair_never_undoes_a_delete(harness):
+    """A delete that the writer applies at the same moment stays, whoever comes first."""
+    writer = harness.start(NOTES)
+    beside = replace(writer, sink=harness.open(writer.tables))
+
+    def repair(offset):
+        try:
+            beside.repair(NOTES, {offset: note(offset, "left out")}, next_offset=offset + 2)
+        except SinkUnavailable:
+            return  # it has met the writer, and would come again
+
+    def write(offset, change):
+        try:
+            return writer.write(NOTES, {offset: change})
+        except SinkUnavailable:
+            return None
+
+    with ThreadPoolExecutor(1) as pool:
+        for offset in range(0, 9 if harness.kind == "delta" else 60, 3):
+            writer.write(NOTES, {offset + 1: gone(-1)})
+            repaired = pool.submit(repair, offset)
+            wait_until(lambda at=offset: write(at + 2, gone(at)), within_s=60)
+            repaired.result()
+    assert texts(writer) == {}
+
+
+def test_a_repair_leaves_to_the_writer_what_is_still_to_come(harness):
+    """What the ledger has not come to is brought by whoever writes, once and in its turn."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {3: note(1, "a")})
+    ahead = {2: note(2, "left out"), 5: note(1, "to come")}
+    assert writer.repair(NOTES, ahead, next_offset=6) == Written(1, 1)
+    assert texts(writer) == {1: "a", 2: "left out"}
+    assert writer.write(NOTES, {5: note(1, "to come")}) == Written(1, 0)
+
+
+def test_a_sweep_removes_only_older_generations(harness):
+    """What the log of this generation has said stays, and so does the ledger's place in it."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {n: note(n, "old") for n in range(5)})
+    writer.assign(NOTES, Entry("another", 2, 2, unswept=True))
+    writer.write(NOTES, {1: note(1, "new"), 2: gone(2), 3: note(5, "new")})
+    assert writer.entry(NOTES) == Entry("another", 2, 2, {0: 4}, unswept=True)
+    assert writer.sink.sweep(writer.token, topic_of(NOTES), NOTES) == 3
+    assert texts(writer) == {1: "new", 5: "new"}
+    assert writer.entry(NOTES) == Entry("another", 2, 2, {0: 4})
+    assert writer.sink.sweep(writer.token, topic_of(NOTES), NOTES) == 0
+    assert writer.write(NOTES, {4: note(6, "goes on")}) == Written(1, 0)
+    assert writer.entry(NOTES) == Entry("another", 2, 2, {0: 5})
+
+
+def test_a_swept_row_can_come_again(harness):
+    """The first offset of the generation still wins over what was swept, if it was left out."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {7: note(1, "old")})
+    writer.assign(NOTES, Entry("another", 2, 2, {0: 3}, unswept=True))
+    assert writer.sink.sweep(writer.token, topic_of(NOTES), NOTES) == 1
+    assert writer.repair(NOTES, {0: note(1, "left out")}, next_offset=3) == Written(1, 0)
+    assert texts(writer) == {1: "left out"}
+
+
+def test_a_sweep_is_fenced(harness):
+    """Who was replaced removes nothing, and does not say that it is done."""
+    old = harness.start(NOTES)
+    old.write(NOTES, {0: note(1, "a")})
+    old.assign(NOTES, Entry("another", 2, 2, unswept=True))
+    new = replace(old, sink=harness.open(old.tables))
+    assert new.entry(NOTES).unswept
+    with pytest.raises(SinkFenced):
+        old.sink.sweep(old.token, topic_of(NOTES), NOTES)
+    assert texts(new) == {1: "a"}
+    assert new.entry(NOTES).unswept
+
+
+def test_a_row_of_an_older_generation_does_not_come_in(harness):
+    """What nobody would sweep any more is stale, also where nothing is held."""
+    writer = harness.start(NOTES, generation=2)
+    assert replace(writer, generation=1).write(NOTES, {9: note(1, "old")}) == Written(0, 1)
+    assert texts(writer) == {}
+
+
+def test_a_lost_ledger_costs_a_replay(harness):
+    """Rows without a ledger are no reason to take every later change for an old one."""
+    writer = harness.start(NOTES, generation=3)
+    writer.write_log(NOTES, LOG)
+    harness.lose_ledger()
+    log = [*LOG, note(1, "after"), gone(3), note(2, "again")]
+    found = harness.follow(NOTES, log)
+    assert texts(found) == fold(log)
+    log.append(note(1, "later"))
+    assert found.write(NOTES, {len(log) - 1: log[-1]}) == Written(1, 0)
+    assert texts(found) == fold(log)
+
+
+def test_a_lost_ledger_is_not_forgotten_with_the_last_row(harness):
+    """The deletes that a target keeps are of a generation, too."""
+    writer = harness.start(NOTES, generation=3)
+    writer.write(NOTES, {0: note(1, "a")})
+    writer.write(NOTES, {1: gone(1)})
+    harness.lose_ledger()
+    log = [note(1, "a"), gone(1), note(1, "again")]
+    assert texts(harness.follow(NOTES, log)) == {1: "again"}
+
+
+def test_a_lost_ledger_and_a_topic_made_anew(harness):
+    """Low offsets of a new life win over the rows that are held, and what is gone is swept."""
+    writer = harness.start(NOTES, generation=3)
+    writer.write(NOTES, {800: note(1, "old"), 801: note(2, "old")})
+    harness.lose_ledger()
+    log = [note(1, "new"), note(3, "new")]
+    assert texts(harness.follow(NOTES, log, topic_id="another")) == {1: "new", 3: "new"}
+
+
+def test_a_ledger_lost_before_a_sweep(harness):
+    """What was to be swept is swept all the same."""
+    writer = harness.start(NOTES)
+    writer.write(NOTES, {0: note(1, "old"), 1: note(2, "old")})
+    writer.assign(NOTES, Entry("another", 2, 2, unswept=True))
+    log = [note(1, "new")]
+    writer.write_log(NOTES, log)
+    harness.lose_ledger()
+    assert texts(harness.follow(NOTES, log, topic_id="another")) == {1: "new"}
+
+
+def test_an_older_copy_heals_by_replay(harness):
+    """A target that was taken back to a backup, ledger and all, goes on from there."""
+    writer = harness.start(NOTES)
+    writer.write_log(NOTES, LOG[:3])
+    bring_back = harness.keep_copy()
+    for offset, change in enumerate(LOG[3:], 3):
+        writer.write(NOTES, {offset: change})
+    assert texts(writer) == fold(LOG)
+    bring_back()
+    assert texts(writer) == fold(LOG[:3])
+    log = [*LOG, note(4, "after")]
+    assert texts(harness.follow(NOTES, log)) == fold(log)
+
+
+def test_an_older_copy_of_an_older_generation_heals_by_replay(harness):
+    """Also when the topic was made anew since the backup."""
+    writer = harness.start(NOTES)
+    writer.write_log(NOTES, LOG)
+    bring_back = harness.keep_copy()
+    log = [note(1, "new"), note(7, "new"), gone(1)]
+    assert texts(harness.follow(NOTES, log, topic_id="another")) == {7: "new"}
+    bring_back()
+    assert texts(harness.follow(NOTES, log, topic_id="another")) == {7: "new"}

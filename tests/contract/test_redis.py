@@ -16,7 +16,7 @@ from pydantic import SecretStr, ValidationError
 from cdc.change import Change, Column, Slice, Table, version_of
 from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
 from cdc.sink import Entry, Refusal, Written
-from sinks.redis import RedisSettings, RedisSink, row_key, table_head, tombstone_key
+from sinks.redis import Guard, RedisSettings, RedisSink, row_key, table_head, tombstone_key
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.needs("redis")
@@ -207,6 +207,18 @@ def test_old_token_is_refused_by_the_script_itself(sink):
     assert sink._apply(piece(late), [late], sink._fence(token)) is None
     assert isinstance(sink._fenced(token), SinkFenced)
     assert list(sink.rows(TABLE)) == []
+
+
+def test_repair_is_refused_by_the_script_itself(sink):
+    """A repair that was paused after its look at the ledger gives way all the same."""
+    token = opened(sink)
+    sink.write(token, piece(upsert("a", 5)))
+    late = upsert("b", 1)
+    for ranges in (("next:0", 0, 5), ("generation", 2, 2), ("generation", 0, 0)):
+        assert sink._apply(piece(late), [late], Guard(sink._entry(TOPIC), (ranges,))) is None
+    assert [row["id"] for row, _ in sink.rows(TABLE)] == ["a"]
+    holds = ("generation", 1, 1), ("next:0", 0, 6), ("next:1", 0, 0)
+    assert sink._apply(piece(late), [late], Guard(sink._entry(TOPIC), holds)) == Written(1, 0)
 
 
 def test_row_that_is_no_text_is_refused(sink):
