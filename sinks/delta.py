@@ -18,7 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from cdc.change import Column as TableColumn
 from cdc.config import Seconds, SinkSettings
 from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
 from cdc.sink import Claim, Entry, Written
+from sinks.delta_log import FENCE, Ledger, Note, at_path, quoted
 from sinks.types import Kind, delta_column, parse
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ VERSION = "_cdc_version"
 _GONE = "_cdc_gone"
 _FRESH = "_cdc_fresh"
 _BAD = "_cdc_bad"
-_FENCE = "cdc.fence"  # the table property that a claim changes
 _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _TXN_ID = "spark.databricks.delta.write.txnAppId"
 _TXN_NUMBER = "spark.databricks.delta.write.txnVersion"
@@ -104,42 +104,6 @@ def _path_part(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", escape, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What the log of one table says of us, up to *version*."""
-
-    version: int  # of the newest commit that was looked at
-    token: int = 0
-    owner: str = ""
-    entry: Entry | None = None
-    topic: str = ""
-
-    def after(self, version: int, found: Mapping[str, Any] | None) -> _Note:
-        """What is known when one more commit has come."""
-        if found is None:
-            return replace(self, version=version)
-        note = replace(self, version=version)
-        if found["token"] >= self.token:
-            note = replace(note, token=found["token"], owner=found["owner"])
-            if "entry" in found:
-                note = replace(note, entry=_entry(found["entry"]), topic=found["topic"])
-        elif "entry" in found:
-            note = note.with_rest_of(found["topic"], _entry(found["entry"]))
-        return note
-
-    def with_rest_of(self, topic: str, late: Entry | None) -> _Note:
-        """An old holder's last batch was written all the same, so it counts."""
-        mine = self.entry
-        if mine is None or late is None:
-            return replace(self, entry=mine or late, topic=self.topic or topic)
-        if (mine.topic_id, mine.generation) != (late.topic_id, late.generation):
-            return self
-        offsets = dict(mine.offsets)
-        for partition, offset in late.offsets.items():
-            offsets[partition] = max(offset, offsets.get(partition, 0))
-        return replace(self, entry=replace(mine, offsets=offsets))
-
-
 class DeltaSink:
     def __init__(self, settings: DeltaSettings, spark: SparkSession) -> None:
         self.name = settings.name
@@ -147,7 +111,7 @@ class DeltaSink:
         self._spark = spark.newSession()  # user metadata is a session's setting
         self._owner = uuid.uuid4().hex
         self._tables: dict[str, Table] = {}
-        self._notes: dict[str, _Note] = {}  # by path
+        self._ledgers: dict[str, Ledger] = {}  # by path
 
     def prepare(self, tables: Mapping[str, Table]) -> None:
         self._check_directory()
@@ -214,12 +178,12 @@ class DeltaSink:
         names = [column.name for column in table.columns]
         with self._errors(f"read {table.full_name}", table):
             frame = self._spark.read.format("delta").load(self._path(table))
-            columns = [F.col(_quoted(name)) for name in (*names, VERSION)]
+            columns = [F.col(quoted(name)) for name in (*names, VERSION)]
             for *values, version in frame.select(*columns).toLocalIterator():
                 yield dict(zip(names, values, strict=True)), version
 
     def close(self) -> None:
-        self._notes.clear()
+        self._ledgers.clear()
 
     def _path(self, table: Table) -> str:
         return table_path(self._root, table)
@@ -250,7 +214,7 @@ class DeltaSink:
             if any(_NEEDS_MAPPING.search(name) for name in wanted):
                 properties["delta.columnMapping.mode"] = "name"
             self._spark.sql(
-                f"CREATE TABLE IF NOT EXISTS {_at(path)} ({_definitions(columns)}) USING delta "
+                f"CREATE TABLE IF NOT EXISTS {at_path(path)} ({_definitions(columns)}) USING delta "
                 f"TBLPROPERTIES ({_properties(properties)})"
             )
             return
@@ -269,7 +233,7 @@ class DeltaSink:
                 )
         missing = {name: type_ for name, type_ in wanted.items() if name not in held}
         if missing:
-            self._spark.sql(f"ALTER TABLE {_at(path)} ADD COLUMNS ({_definitions(missing)})")
+            self._spark.sql(f"ALTER TABLE {at_path(path)} ADD COLUMNS ({_definitions(missing)})")
 
     def _check_names(self, table: Table) -> None:
         seen: dict[str, str] = {name: name for name in (KEY, VERSION, _GONE, _FRESH, _BAD)}
@@ -296,74 +260,27 @@ class DeltaSink:
     def _commit(self, table: Table, line: Mapping[str, Any]) -> None:
         """A commit of metadata alone, which no writer at work can pass."""
         text = orjson.dumps(line).decode()
-        fence = {_FENCE: f"{line['token']}.{uuid.uuid4().hex}"}
+        fence = {FENCE: f"{line['token']}.{uuid.uuid4().hex}"}
         with (
             self._errors(f"claim {table.full_name}", table),
             _settings(self._spark, {_USER_METADATA: text}),
         ):
             self._spark.sql(
-                f"ALTER TABLE {_at(self._path(table))} SET TBLPROPERTIES ({_properties(fence)})"
+                f"ALTER TABLE {at_path(self._path(table))} SET TBLPROPERTIES ({_properties(fence)})"
             )
 
-    def _held(self, token: int, table: Table) -> _Note:
+    def _held(self, token: int, table: Table) -> Note:
         note = self._note(table)
         if note.token != token or note.owner != self._owner:
             raise SinkFenced(f"{self.name}: token {token} is old, {note.token} has taken over")
         return note
 
-    def _note(self, table: Table) -> _Note:
-        """What the table's log says now. Reads only the commits that are new to us."""
+    def _note(self, table: Table) -> Note:
+        """What the table's log says now."""
         path = self._path(table)
         with self._errors(f"read the log of {table.full_name}", table):
-            commits = _Log(self._spark, path)
-            note = self._notes.get(path)
-            if note is None or not commits.has(note.version):
-                note = self._from_history(commits, commits.newest(), path)
-            while commits.has(following := note.version + 1):
-                info = commits.info(following)
-                if info.get("operation") == "RESTORE":
-                    note = self._from_history(commits, following, path)
-                else:
-                    note = note.after(following, self._ours(info))
-        self._notes[path] = note
-        return note
-
-    def _from_history(self, commits: _Log, newest: int, path: str) -> _Note:
-        """Read back from *newest* until the last claim and a ledger are found."""
-        holder = self._last_claim(path)
-        found: list[tuple[int, Mapping[str, Any]]] = []
-        has_holder = has_entry = False
-        at = newest
-        while at >= 0 and commits.has(at) and not (has_holder and has_entry):
-            info = commits.info(at)
-            line = self._ours(info)
-            if line is not None:
-                found.append((at, line))
-                has_holder = has_holder or line["token"] >= holder
-                has_entry = has_entry or "entry" in line
-            at -= 1
-            if info.get("operation") == "RESTORE":
-                restored = info.get("operationParameters", {}).get("version")
-                # By time instead of by version: start over, which is slow and safe.
-                at = int(restored) if str(restored).isdigit() else -1
-        note = _Note(newest)
-        for version, line in reversed(found):
-            note = note.after(version, line)
-        return replace(note, version=newest)
-
-    def _last_claim(self, path: str) -> int:
-        properties = self._spark.sql(f"SHOW TBLPROPERTIES {_at(path)}").collect()
-        return max(
-            (int(row["value"].split(".")[0]) for row in properties if row["key"] == _FENCE),
-            default=0,
-        )
-
-    def _ours(self, info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        try:
-            found = orjson.loads(info.get("userMetadata") or "null")
-        except orjson.JSONDecodeError:
-            return None
-        return found if isinstance(found, dict) and found.get("sink") == self.name else None
+            ledger = self._ledgers.setdefault(path, Ledger(self._spark, self.name, path))
+            return ledger.note()
 
     def _checked(self, staged: DataFrame, table: Table) -> tuple[int, int, int]:
         """Count lines, fresh ones and upserts among them. Raises if a value would be lost."""
@@ -393,7 +310,7 @@ class DeltaSink:
         session = staged.sparkSession
         names = [*(column.name for column in table.columns), KEY, VERSION]
         values: dict[str, str | Column] = {
-            _quoted(name): F.col(f"change.{_quoted(name)}") for name in names
+            quoted(name): F.col(f"change.{quoted(name)}") for name in names
         }
         is_newer = f"held.{VERSION} < change.{VERSION}"
         metrics = (
@@ -432,52 +349,8 @@ class DeltaSink:
         return SinkUnusable(message, hint="look for these names in Spark's log for this moment")
 
 
-class _Log:
-    """The commits of a Delta table, read as files: no Spark job, a few milliseconds each."""
-
-    def __init__(self, spark: SparkSession, path: str) -> None:
-        jvm: Any = spark._jvm  # noqa: SLF001 - the file systems that Spark knows, with its settings
-        self._jvm = jvm
-        self._folder = jvm.org.apache.hadoop.fs.Path(path, "_delta_log")
-        configuration = spark._jsparkSession.sessionState().newHadoopConf()  # noqa: SLF001
-        self._files = self._folder.getFileSystem(configuration)
-
-    def has(self, version: int) -> bool:
-        return bool(self._files.exists(self._commit(version)))
-
-    def newest(self) -> int:
-        if not self._files.exists(self._folder):
-            return -1
-        names = (status.getPath().getName() for status in self._files.listStatus(self._folder))
-        return max(int(name[:20]) for name in names if re.fullmatch(r"\d{20}\.json", name))
-
-    def info(self, version: int) -> dict[str, Any]:
-        """The commitInfo of a commit, which Delta writes as one of its first lines."""
-        io = self._jvm.java.io
-        stream = self._files.open(self._commit(version))
-        reader = io.BufferedReader(io.InputStreamReader(stream, "UTF-8"))
-        try:
-            while (line := reader.readLine()) is not None:
-                if line.startswith('{"commitInfo"'):
-                    found: dict[str, Any] = orjson.loads(line)["commitInfo"]
-                    return found
-        finally:
-            reader.close()
-        return {}
-
-    def _commit(self, version: int) -> Any:
-        return self._jvm.org.apache.hadoop.fs.Path(self._folder, f"{version:020d}.json")
-
-
 def _as_uri(path: str) -> str:
     return path if re.match(r"[a-z][a-z0-9+.-]*:", path) else f"file://{Path(path).absolute()}"
-
-
-def _entry(data: Mapping[str, Any] | None) -> Entry | None:
-    if data is None:
-        return None
-    offsets = {int(partition): at for partition, at in data["offsets"].items()}
-    return Entry(data["topic_id"], data["generation"], data["partitions"], offsets)
 
 
 def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
@@ -491,7 +364,9 @@ def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
     numbered = f"struct<{', '.join(f'c{at}: string' for at in range(len(table.columns)))}>"
     base = entry.generation << OFFSET_BITS
     floors = ", ".join(f"{p}, {base + offset}L" for p, offset in entry.offsets.items())
-    floor = f"coalesce(try_element_at(map({floors}), partition), {base}L)" if floors else f"{base}L"
+    floor = (
+        f"coalesce(try_elementat_path(map({floors}), partition), {base}L)" if floors else f"{base}L"
+    )
     parsed = frame.select(
         F.col("key").alias(KEY),
         F.col("version").alias(VERSION),
@@ -571,16 +446,8 @@ def _settings(session: SparkSession, settings: Mapping[str, str]) -> Iterator[No
                 session.conf.set(name, old)
 
 
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
-
-
-def _at(path: str) -> str:
-    return f"delta.{_quoted(path)}"
-
-
 def _definitions(columns: Mapping[str, str]) -> str:
-    return ", ".join(f"{_quoted(name)} {type_}" for name, type_ in columns.items())
+    return ", ".join(f"{quoted(name)} {type_}" for name, type_ in columns.items())
 
 
 def _properties(properties: Mapping[str, str]) -> str:
