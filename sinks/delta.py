@@ -9,6 +9,8 @@ A claim changes a table property: Delta lets no MERGE that began before a change
 after it. A MERGE that begins later is stopped by Delta's own transaction number, in which the token
 comes first: it is skipped as soon as the new holder has written anything. Before that, what an old
 holder still writes is the stretch that the new one would write next, and counts in the ledger.
+A repair takes the next number without a token, so it is skipped if anything was written since it
+looked at the ledger; and so is a batch that a repair came before, which is then tried again.
 """
 
 from __future__ import annotations
@@ -16,21 +18,23 @@ from __future__ import annotations
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import Field
 
-from cdc.change import OFFSET_BITS, Row, Table
+from cdc.change import OFFSET_BITS, Change, Row, Slice, Table, key_text
 from cdc.change import Column as TableColumn
 from cdc.config import Seconds, SinkSettings
 from cdc.errors import SinkError, SinkFenced, SinkUnavailable, SinkUnusable
-from cdc.sink import Claim, Entry, Written
-from sinks.delta_log import FENCE, Ledger, Note, at_path, quoted
+from cdc.sink import Claim, Entry, Refusal, Written
+from sinks.delta_log import FENCE, Ledger, Note, at_path, claim_line, ledger_line, quoted
 from sinks.types import Kind, delta_column, parse
 
 if TYPE_CHECKING:
@@ -42,10 +46,14 @@ VERSION = "_cdc_version"
 _GONE = "_cdc_gone"
 _FRESH = "_cdc_fresh"
 _BAD = "_cdc_bad"
+_PARTITION = "_cdc_partition"
+_OURS = (KEY, VERSION, _GONE, _FRESH, _BAD, _PARTITION)
 _USER_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
 _TXN_ID = "spark.databricks.delta.write.txnAppId"
 _TXN_NUMBER = "spark.databricks.delta.write.txnVersion"
-_TOKEN_SHIFT = 40  # a number is the token, then the version of the table, which always grows
+_OFFSET_MASK = (1 << OFFSET_BITS) - 1
+_ATTEMPTS = 5  # to commit, when others commit at the same time
+_REFUSED_AT_ONCE = 1_000  # they come to the driver
 
 _PROPERTIES = {
     # Files are found by key and version; statistics of other columns would cost every write.
@@ -104,6 +112,20 @@ def _path_part(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", escape, name)
 
 
+class _Checked(NamedTuple):
+    """What is in a batch, before anything is committed."""
+
+    total: int
+    fresh: int
+    upserts: int  # among the fresh
+    refused: tuple[Refusal, ...]
+
+    def written(self, upserted: int) -> Written:
+        """The outcome, when that many rows were inserted or updated."""
+        applied = self.fresh - self.upserts + upserted
+        return Written(applied, self.total - applied)
+
+
 class DeltaSink:
     def __init__(self, settings: DeltaSettings, spark: SparkSession) -> None:
         self.name = settings.name
@@ -116,7 +138,7 @@ class DeltaSink:
     def prepare(self, tables: Mapping[str, Table]) -> None:
         self._check_directory()
         for table in tables.values():
-            with self._errors(f"prepare {table.full_name}", table):
+            with self._errors(f"prepare {table.full_name}"):
                 self._prepare_table(table)
         self._tables = dict(tables)
 
@@ -124,7 +146,7 @@ class DeltaSink:
         notes = {topic: self._note(table) for topic, table in self._tables.items()}
         token = 1 + max((note.token for note in notes.values()), default=0)
         for table in self._tables.values():
-            self._commit(table, {"sink": self.name, "token": token, "owner": self._owner})
+            self._commit(table, claim_line(self.name, token, self._owner))
         # Read again: a writer may have finished a batch until the claim was seen.
         found = {topic: self._note(table) for topic, table in self._tables.items()}
         entries = {
@@ -132,6 +154,8 @@ class DeltaSink:
             for topic, note in found.items()
             if note.entry is not None and note.topic == topic
         }
+        lost = {topic: self._lost(self._tables[topic]) for topic in found.keys() - entries.keys()}
+        entries.update((topic, entry) for topic, entry in lost.items() if entry is not None)
         return Claim(token, entries)
 
     def assign(self, token: int, entries: Mapping[str, Entry]) -> None:
@@ -141,42 +165,85 @@ class DeltaSink:
         for topic, table in self._tables.items():
             note, entry = self._held(token, table), entries.get(topic)
             if (note.topic, note.entry) != (topic, entry):
-                self._commit(table, self._line(token, topic, entry))
+                claimed = claim_line(self.name, token, self._owner)
+                self._commit(table, ledger_line(claimed, topic, entry))
 
     def merge(
         self, token: int, topic: str, table: Table, frame: DataFrame, offsets: Mapping[int, int]
     ) -> Written:
-        note = self._held(token, table)
-        entry = note.entry
-        if entry is None:
-            raise SinkUnusable(f"{self.name}: the ledger does not know {topic}")
+        entry = self._entry(token, topic, table)
         higher = {p: max(at, entry.offsets.get(p, 0)) for p, at in offsets.items()}
         moved = replace(entry, offsets={**entry.offsets, **higher})
-        settings = {
-            **_MERGE_SETTINGS,
-            _USER_METADATA: orjson.dumps(self._line(token, topic, moved)).decode(),
-            _TXN_ID: f"cdc.{self.name}",
-            _TXN_NUMBER: str((token << _TOKEN_SHIFT) + note.version + 1),
-        }
         with (
-            self._errors(f"merge {table.full_name}", table, token),
-            _settings(frame.sparkSession, settings),
+            self._errors(f"merge {table.full_name}"),
+            _settings(frame.sparkSession, _MERGE_SETTINGS),
         ):
-            staged = _staged(frame, table, entry).localCheckpoint()
-            total, fresh, upserts = self._checked(staged, table)
-            if not fresh:
-                return Written(0, total)
-            written = self._merge(staged, table)
-        if self._held(token, table).entry != moved:
-            raise SinkUnavailable(f"{self.name}: Delta skipped a batch of {table.full_name}")
-        applied = fresh - (upserts - written)
-        return Written(applied, total - applied)
+            staged = _staged(frame, table, entry.generation, entry.offsets).localCheckpoint()
+            checked = _checked(staged, table)
+        if checked.refused:
+            return Written(0, 0, checked.refused)
+        if not checked.fresh and moved == entry:
+            return Written(0, checked.total)
+        doing = f"merge {table.full_name}"
+        for _ in range(_ATTEMPTS):
+            note = self._held(token, table)
+            if note.entry != entry:
+                break
+            claimed = claim_line(self.name, token, self._owner)
+            line = ledger_line(claimed, topic, moved, note.next_number(token))
+            upserted = self._try(
+                doing, staged.sparkSession, line, partial(self._merge, staged, table)
+            )
+            if upserted is not None:
+                self._held(token, table)  # who was fenced in the middle of it is told now
+                return checked.written(upserted)
+        raise self._overtaken(doing)
+
+    def repair(self, piece: Slice) -> Written | None:
+        table, doing = piece.table, f"repair {piece.table.full_name}"
+        for _ in range(_ATTEMPTS):
+            note = self._note(table)
+            entry = _entry_for(piece, note)
+            if entry is None:
+                return None
+            passed = piece.before(entry.offsets.get(piece.partition, 0))
+            if not passed:
+                return Written(0, len(piece.changes))
+            with self._errors(doing), _settings(self._spark, _MERGE_SETTINGS):
+                staged = _staged(self._frame(piece.partition, passed), table).localCheckpoint()
+                checked = _checked(staged, table)
+            if checked.refused:
+                return Written(0, 0, checked.refused)
+            # The ledger and its holder stay as they are: the next batch finds its own line here.
+            claimed = claim_line(self.name, note.token, note.owner)
+            line = ledger_line(claimed, piece.topic, entry, note.next_number())
+            upserted = self._try(doing, self._spark, line, partial(self._merge, staged, table))
+            if upserted is not None:
+                applied = checked.written(upserted).applied
+                return Written(applied, len(piece.changes) - applied)
+        raise self._overtaken(doing)
+
+    def sweep(self, token: int, topic: str, table: Table) -> int:
+        doing = f"sweep {table.full_name}"
+        nothing = _staged(self._frame(0, ()), table)
+        for _ in range(_ATTEMPTS):
+            entry, note = self._entry(token, topic, table), self._held(token, table)
+            claimed = claim_line(self.name, token, self._owner)
+            swept = replace(entry, unswept=False)
+            line = ledger_line(claimed, topic, swept, note.next_number(token))
+            older = entry.generation << OFFSET_BITS
+            removed = self._try(doing, self._spark, line, partial(self._delete, older, table))
+            if removed == 0 and entry.unswept:  # a DELETE of nothing is no commit
+                removed = self._try(doing, self._spark, line, partial(self._merge, nothing, table))
+            if removed is not None:
+                return removed
+        raise self._overtaken(doing)
 
     def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
         from pyspark.sql import functions as F  # noqa: N812 - the name everybody knows
 
         names = [column.name for column in table.columns]
-        with self._errors(f"read {table.full_name}", table):
+        with self._errors(f"read {table.full_name}"):
             frame = self._spark.read.format("delta").load(self._path(table))
             columns = [F.col(quoted(name)) for name in (*names, VERSION)]
             for *values, version in frame.select(*columns).toLocalIterator():
@@ -236,33 +303,21 @@ class DeltaSink:
             self._spark.sql(f"ALTER TABLE {at_path(path)} ADD COLUMNS ({_definitions(missing)})")
 
     def _check_names(self, table: Table) -> None:
-        seen: dict[str, str] = {name: name for name in (KEY, VERSION, _GONE, _FRESH, _BAD)}
+        seen: dict[str, str] = {name: name for name in _OURS}
         for column in table.columns:
             other = seen.setdefault(column.name.lower(), column.name)
-            if other != column.name or column.name in (KEY, VERSION, _GONE, _FRESH, _BAD):
+            if other != column.name or column.name in _OURS:
                 raise SinkUnusable(
                     f"{self.name}: {table.full_name}.{column.name} and {other} are one name here",
                     hint="rename the column at the source",
                 )
-
-    def _line(self, token: int, topic: str, entry: Entry | None) -> dict[str, Any]:
-        data = None if entry is None else asdict(entry)
-        if data is not None:
-            data["offsets"] = {str(partition): at for partition, at in data["offsets"].items()}
-        return {
-            "sink": self.name,
-            "token": token,
-            "owner": self._owner,
-            "topic": topic,
-            "entry": data,
-        }
 
     def _commit(self, table: Table, line: Mapping[str, Any]) -> None:
         """A commit of metadata alone, which no writer at work can pass."""
         text = orjson.dumps(line).decode()
         fence = {FENCE: f"{line['token']}.{uuid.uuid4().hex}"}
         with (
-            self._errors(f"claim {table.full_name}", table),
+            self._errors(f"claim {table.full_name}"),
             _settings(self._spark, {_USER_METADATA: text}),
         ):
             self._spark.sql(
@@ -271,39 +326,53 @@ class DeltaSink:
 
     def _held(self, token: int, table: Table) -> Note:
         note = self._note(table)
+        if note.is_restored:
+            raise SinkUnavailable(
+                f"{self.name}: {table.full_name} was restored beneath us: its ledger went back"
+            )
         if note.token != token or note.owner != self._owner:
             raise SinkFenced(f"{self.name}: token {token} is old, {note.token} has taken over")
         return note
 
+    def _entry(self, token: int, topic: str, table: Table) -> Entry:
+        note = self._held(token, table)
+        if note.entry is None or note.topic != topic:
+            raise SinkUnusable(
+                f"{self.name}: the ledger does not know {topic}", hint="start cdc again"
+            )
+        return note.entry
+
+    def _lost(self, table: Table) -> Entry | None:
+        """What rows without a ledger say of themselves."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        with self._errors(f"look for rows of {table.full_name} without a ledger"):
+            frame = self._spark.read.format("delta").load(self._path(table))
+            newest = frame.agg(F.max(VERSION)).collect()[0][0]
+        return None if newest is None else Entry("", newest >> OFFSET_BITS, 0)
+
+    def _frame(self, partition: int, changes: Sequence[Change]) -> DataFrame:
+        """*changes* as a batch brings them."""
+        import pyarrow as pa
+
+        rows = [None if c.row is None else orjson.dumps(c.row).decode() for c in changes]
+        lines = {
+            "partition": pa.array([partition] * len(changes), pa.int32()),
+            "key": pa.array([key_text(change.key) for change in changes], pa.string()),
+            "row": pa.array(rows, pa.string()),
+            "version": pa.array([change.version for change in changes], pa.int64()),
+        }
+        return self._spark.createDataFrame(pa.table(lines))
+
     def _note(self, table: Table) -> Note:
         """What the table's log says now."""
         path = self._path(table)
-        with self._errors(f"read the log of {table.full_name}", table):
+        with self._errors(f"read the log of {table.full_name}"):
             ledger = self._ledgers.setdefault(path, Ledger(self._spark, self.name, path))
             return ledger.note()
 
-    def _checked(self, staged: DataFrame, table: Table) -> tuple[int, int, int]:
-        """Count lines, fresh ones and upserts among them. Raises if a value would be lost."""
-        from pyspark.sql import functions as F  # noqa: N812
-
-        found = staged.agg(
-            F.count("*"),
-            F.expr(f"count_if({_FRESH})"),
-            F.expr(f"count_if({_FRESH} AND NOT {_GONE})"),
-            F.array_distinct(F.flatten(F.collect_set(F.expr(f"IF({_FRESH}, {_BAD}, NULL)")))),
-        ).collect()[0]
-        if found[3]:
-            names = sorted(table.columns[at].name for at in found[3])
-            raise SinkUnusable(
-                f"{self.name}: {table.full_name} holds values that do not fit the Delta columns "
-                f"{', '.join(names)}",
-                hint="a decimal has no NaN; change the value, or the column to unconstrained "
-                "numeric, at the source",
-            )
-        return int(found[0]), int(found[1]), int(found[2])
-
-    def _merge(self, staged: DataFrame, table: Table) -> int:
-        """Run the MERGE; the number of rows inserted or updated."""
+    def _merge(self, staged: DataFrame, table: Table) -> int | None:
+        """Run the MERGE; the number of rows inserted or updated, or None if Delta skipped it."""
         from delta.tables import DeltaTable
         from pyspark.sql import functions as F  # noqa: N812
 
@@ -322,52 +391,104 @@ class DeltaSink:
             .whenNotMatchedInsert(f"NOT change.{_GONE}", values)
             .execute()
         )
-        counts = metrics.collect()  # nothing at all if Delta has skipped it
-        return sum(int(row["num_updated_rows"]) + int(row["num_inserted_rows"]) for row in counts)
+        counts = metrics.collect()
+        if not counts:
+            return None
+        return int(counts[0]["num_updated_rows"]) + int(counts[0]["num_inserted_rows"])
+
+    def _delete(self, older_than: int, table: Table) -> int | None:
+        """Run the DELETE; the number of rows, or None if Delta skipped it."""
+        where = f"{at_path(self._path(table))} WHERE {VERSION} < {older_than}"
+        counts = self._spark.sql(f"DELETE FROM {where}").collect()  # noqa: S608 - a quoted path
+        return int(counts[0]["num_affected_rows"]) if counts else None
+
+    def _try(
+        self,
+        doing: str,
+        session: SparkSession,
+        line: Mapping[str, Any],
+        run: Callable[[], int | None],
+    ) -> int | None:
+        """Let *run* commit with *line* and under its number; None if another commit came first."""
+        settings = {
+            **_MERGE_SETTINGS,
+            _USER_METADATA: orjson.dumps(line).decode(),
+            _TXN_ID: f"cdc.{self.name}",
+            _TXN_NUMBER: str(line["number"]),
+        }
+        try:
+            with _settings(session, settings):
+                return run()
+        except _spark_errors() as error:
+            if not _CONFLICTS & {*_causes(error)}:
+                raise self._translated(error, doing) from None
+        return None
+
+    def _overtaken(self, doing: str) -> SinkUnavailable:
+        return SinkUnavailable(f"{self.name}: {doing}: other commits came first, again and again")
 
     @contextmanager
-    def _errors(self, doing: str, table: Table, token: int | None = None) -> Iterator[None]:
+    def _errors(self, doing: str) -> Iterator[None]:
         """Turn Spark's errors into ours. Its texts may quote rows: only names are kept."""
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-        from pyspark.errors import PySparkException
-
         try:
             yield
-        except (PySparkException, Py4JError) as error:
-            failed = self._translated(error, doing)
-        else:
-            return
-        if token is not None and isinstance(failed, SinkUnavailable):
-            self._held(token, table)  # a conflict with a claim is the end, any other passes
-        raise failed
+        except _spark_errors() as error:
+            raise self._translated(error, doing) from None
 
     def _translated(self, error: Exception, doing: str) -> SinkError:
-        causes = list(dict.fromkeys([type(error).__name__, *_JAVA_NAME.findall(str(error))]))
+        causes = _causes(error)
         message = f"{self.name}: {doing}: {', '.join(causes[:4])}"
         if _CONFLICTS & {*causes} or _PASSING & {*causes}:
             return SinkUnavailable(message)
         return SinkUnusable(message, hint="look for these names in Spark's log for this moment")
 
 
+def _entry_for(piece: Slice, note: Note) -> Entry | None:
+    """The ledger's entry, unless it says that the table may hold newer things than *piece*."""
+    entry = note.entry
+    if entry is None or note.topic != piece.topic:
+        return None
+    if entry.offsets.get(piece.partition, 0) > piece.next_offset:
+        return None
+    is_other = any(change.generation != entry.generation for change in piece.changes)
+    return None if is_other else entry
+
+
+def _spark_errors() -> tuple[type[Exception], ...]:
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark.errors import PySparkException
+
+    return PySparkException, Py4JError
+
+
+def _causes(error: Exception) -> list[str]:
+    return list(dict.fromkeys([type(error).__name__, *_JAVA_NAME.findall(str(error))]))
+
+
 def _as_uri(path: str) -> str:
     return path if re.match(r"[a-z][a-z0-9+.-]*:", path) else f"file://{Path(path).absolute()}"
 
 
-def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
+def _staged(
+    frame: DataFrame,
+    table: Table,
+    generation: int = 0,
+    offsets: Mapping[int, int] = MappingProxyType({}),
+) -> DataFrame:
     """The changes as columns of the table, each with the columns whose value did not fit.
 
-    Every value is taken as text first and then cast by try_cast, because an error of Spark's own
-    cast quotes the value, in logs as well.
+    A change is fresh if it is of *generation* and not below the partition's next offset. Every
+    value is taken as text first and then cast by try_cast, because an error of Spark's own cast
+    quotes the value, in logs as well.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     numbered = f"struct<{', '.join(f'c{at}: string' for at in range(len(table.columns)))}>"
-    base = entry.generation << OFFSET_BITS
-    floors = ", ".join(f"{p}, {base + offset}L" for p, offset in entry.offsets.items())
-    floor = (
-        f"coalesce(try_elementat_path(map({floors}), partition), {base}L)" if floors else f"{base}L"
-    )
+    base = generation << OFFSET_BITS
+    floors = ", ".join(f"{p}, {base + offset}L" for p, offset in offsets.items())
+    floor = f"coalesce(try_element_at(map({floors}), partition), {base}L)" if floors else f"{base}L"
     parsed = frame.select(
+        F.col("partition").alias(_PARTITION),
         F.col("key").alias(KEY),
         F.col("version").alias(VERSION),
         F.expr("row IS NULL").alias(_GONE),
@@ -382,7 +503,7 @@ def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
         if value != text or column.name in table.key
     ]
     return parsed.select(
-        *(KEY, VERSION, _GONE, _FRESH),
+        *(_PARTITION, KEY, VERSION, _GONE, _FRESH),
         F.expr(
             f"IF({_GONE}, array(), filter(array({', '.join(bad)}), at -> at IS NOT NULL))"
         ).alias(_BAD),
@@ -391,6 +512,30 @@ def _staged(frame: DataFrame, table: Table, entry: Entry) -> DataFrame:
             for column, value in zip(table.columns, values, strict=True)
         ),
     )
+
+
+def _checked(staged: DataFrame, table: Table) -> _Checked:
+    """Count what is in a batch, and bring home which of it would lose a value."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    is_bad = f"{_FRESH} AND size({_BAD}) > 0"
+    total, fresh, upserts, bad = staged.agg(
+        F.count("*"),
+        F.expr(f"count_if({_FRESH})"),
+        F.expr(f"count_if({_FRESH} AND NOT {_GONE})"),
+        F.expr(f"count_if({is_bad})"),
+    ).collect()[0]
+    found = staged.where(is_bad).select(_PARTITION, VERSION, _BAD).limit(_REFUSED_AT_ONCE)
+    refused = tuple(
+        Refusal(partition, version & _OFFSET_MASK, _reason(table, columns))
+        for partition, version, columns in (found.collect() if bad else ())
+    )
+    return _Checked(total, fresh, upserts, refused)
+
+
+def _reason(table: Table, columns: Sequence[int]) -> str:
+    names = [table.columns[at].name for at in columns]
+    return f"no Delta value, {'column' if len(names) == 1 else 'columns'} {', '.join(names)}"
 
 
 def _text_schema(table: Table) -> StructType:

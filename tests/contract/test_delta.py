@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cdc.change import Column, Table
-from cdc.errors import SinkFenced, SinkUnusable
-from cdc.sink import Entry, Written
+from cdc.change import Change, Column, Slice, Table, version_of
+from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
+from cdc.sink import Entry, Refusal, Written
 from sinks.delta import DeltaSettings, DeltaSink, table_path
 from tests.contract.conftest import TOPIC_ID
 
@@ -38,12 +39,24 @@ def location(writer):
     return table_path(writer.sink._root, PRICES)
 
 
-def test_value_that_delta_cannot_hold_stops(writer):
-    """A decimal has no NaN: the sink stops and names the column, it does not write NULL."""
-    with pytest.raises(SinkUnusable, match="amount") as caught:
-        writer.write(PRICES, {0: price(1, "1.50"), 1: price(2, "NAN")})
-    assert "NAN" not in str(caught.value)
-    assert writer.held(PRICES) == {}
+def test_value_that_delta_cannot_hold_is_refused(writer):
+    """A decimal has no NaN: the change is refused by its column, and nothing is committed."""
+    before = writer.sink._note(PRICES).version
+    changes = {0: price(1, "1.50"), 7: price(2, "NAN"), 8: price(None, "1.50")}
+    refused = writer.write(PRICES, changes, partition=1).refused
+    assert sorted(refused) == [
+        Refusal(1, 7, "no Delta value, column amount"),
+        Refusal(1, 8, "no Delta value, column id"),
+    ]
+    assert writer.sink._note(PRICES).version == before
+    assert writer.write(PRICES, {0: price(1, "1.50")}, partition=1) == Written(1, 0)
+
+
+def test_batch_of_nothing_moves_the_ledger(writer):
+    """When all of a batch was refused and kept elsewhere, reading goes on after it."""
+    nothing = Slice(PRICES, TOPIC, 0, 5, ())
+    assert writer.harness.apply(writer.sink, writer.token, nothing) == Written(0, 0)
+    assert writer.sink._note(PRICES).entry.offsets == {0: 5}
 
 
 def test_nothing_newer_makes_no_commit(writer):
@@ -78,15 +91,17 @@ def test_restored_table_heals_by_replay(writer, spark):
     assert writer.held(PRICES).keys() == {(1,), (2,)}
 
 
-def interrupted(writer, monkeypatch, happens):
-    """Let *happens* take place after the writer has looked at the fence, before Delta begins."""
-    merge = writer.sink._merge
+def interrupted(sink, monkeypatch, happens):
+    """Let *happens* take place after the sink has looked at the log, before Delta begins."""
+    merge = sink._merge
+    todo = [happens]
 
     def late(staged, table):
-        happens()
+        while todo:
+            todo.pop()()
         return merge(staged, table)
 
-    monkeypatch.setattr(writer.sink, "_merge", late)
+    monkeypatch.setattr(sink, "_merge", late)
 
 
 def test_old_holder_cannot_bring_a_row_back(writer, delta_harness, monkeypatch):
@@ -98,7 +113,7 @@ def test_old_holder_cannot_bring_a_row_back(writer, delta_harness, monkeypatch):
         new.write(PRICES, {0: price(1, "1.50")})
         new.write(PRICES, {1: gone(1)})
 
-    interrupted(writer, monkeypatch, taken_over)
+    interrupted(writer.sink, monkeypatch, taken_over)
     with pytest.raises(SinkFenced):
         writer.write(PRICES, {0: price(1, "1.50")})
     assert writer.held(PRICES) == {}
@@ -108,7 +123,7 @@ def test_last_batch_of_an_old_holder_counts(writer, delta_harness, monkeypatch):
     """What was written between a claim and the first batch after it stands in the ledger."""
     sink = delta_harness.open(writer.tables)
     tokens = []
-    interrupted(writer, monkeypatch, lambda: tokens.append(sink.claim().token))
+    interrupted(writer.sink, monkeypatch, lambda: tokens.append(sink.claim().token))
     with pytest.raises(SinkFenced):
         writer.write(PRICES, {0: price(1, "1.50"), 1: gone(2)})
     new = replace(writer, sink=sink, token=tokens[0])
@@ -117,6 +132,99 @@ def test_last_batch_of_an_old_holder_counts(writer, delta_harness, monkeypatch):
     again = delta_harness.open(writer.tables).claim()
     assert again.token > tokens[0]
     assert again.entries[TOPIC].offsets == {0: 2}
+
+
+def left_out(changes, next_offset):
+    found = (Change(*change, version_of(1, offset)) for offset, change in sorted(changes.items()))
+    return Slice(PRICES, TOPIC, 0, next_offset, tuple(found))
+
+
+def test_repair_disturbs_no_writer(writer, delta_harness, monkeypatch):
+    """A repair beside a batch: both are applied, and neither moves the other's ledger."""
+    beside = delta_harness.open(writer.tables)
+    writer.write(PRICES, {0: price(1, "1.50"), 5: price(2, "2.50")})
+    found = []
+    piece = left_out({3: price(3, "3.50"), 4: price(2, "0.00")}, next_offset=6)
+    interrupted(writer.sink, monkeypatch, lambda: found.append(beside.repair(piece)))
+    assert writer.write(PRICES, {6: price(4, "4.50")}) == Written(1, 0)
+    assert found == [Written(1, 1)]
+    assert writer.held(PRICES).keys() == {(1,), (2,), (3,), (4,)}
+    assert writer.sink._note(PRICES).entry.offsets == {0: 7}
+    assert beside.repair(left_out({3: price(3, "9.50")}, next_offset=6)) is None
+
+
+def test_repair_that_a_batch_came_before_decides_again(writer, spark, delta_harness, monkeypatch):
+    """A delete that the writer applied in the middle of a repair is not undone.
+
+    The batch looked at the log before the repair did, with a commit of others in between.
+    """
+    beside = delta_harness.open(writer.tables)
+    writer.write(PRICES, {3: price(1, "1.50")})
+    merge, done, found = writer.sink._merge, [], []
+
+    def late(staged, table):
+        others = spark.newSession()  # without the batch's settings
+        others.sql(f"ALTER TABLE delta.`{location(writer)}` SET TBLPROPERTIES ('team' = 'x')")
+        interrupted(beside, monkeypatch, lambda: done.append(merge(staged, table)))
+        found.append(beside.repair(left_out({2: price(3, "3.50")}, next_offset=4)))
+        return done[0]
+
+    monkeypatch.setattr(writer.sink, "_merge", late)
+    assert writer.write(PRICES, {6: gone(3)}) == Written(1, 0)
+    assert found == [None]
+    assert writer.held(PRICES).keys() == {(1,)}
+
+
+def test_sweep_removes_older_generations_with_its_ledger(writer, delta_harness):
+    """Rows that the new generation did not bring are removed, once, by the holder."""
+    writer.write(PRICES, {0: price(1, "1.50"), 1: price(2, "2.50")})
+    writer.sink.assign(writer.token, {TOPIC: Entry("another", 2, 2, unswept=True)})
+    writer.generation = 2
+    writer.write(PRICES, {0: price(2, "2.75")})
+    assert writer.sink.sweep(writer.token, TOPIC, PRICES) == 1
+    assert writer.held(PRICES).keys() == {(2,)}
+    claim = delta_harness.open(writer.tables).claim()
+    assert claim.entries == {TOPIC: Entry("another", 2, 2, {0: 1})}
+    with pytest.raises(SinkFenced):
+        writer.sink.sweep(writer.token, TOPIC, PRICES)
+
+
+def test_sweep_of_nothing_is_noted_all_the_same(writer):
+    """Delta makes no commit of a DELETE that finds nothing; the ledger moves nevertheless."""
+    writer.sink.assign(writer.token, {TOPIC: Entry("another", 2, 2, unswept=True)})
+    assert writer.sink.sweep(writer.token, TOPIC, PRICES) == 0
+    assert writer.sink._note(PRICES).entry == Entry("another", 2, 2)
+
+
+def clean_up(spark, path):
+    """Do what Delta does after `logRetentionDuration`: a checkpoint stands for older commits."""
+    spark.sql(f"ALTER TABLE delta.`{path}` SET TBLPROPERTIES ('team' = 'x')")
+    logs = spark._jvm.org.apache.spark.sql.delta.DeltaLog
+    logs.forTable(spark._jsparkSession, path).checkpoint()
+    logs.clearCache()
+    for commit in sorted(Path(path.removeprefix("file://")).glob("_delta_log/*.json"))[:-1]:
+        commit.unlink()
+
+
+def test_lost_ledger_is_read_from_the_rows(writer, spark, delta_harness):
+    """After its commits were cleaned up, a writer goes on, and the next one begins anew."""
+    writer.write(PRICES, {0: price(1, "1.50")})
+    clean_up(spark, location(writer))
+    assert writer.write(PRICES, {1: price(2, "2.50")}) == Written(1, 0)
+    clean_up(spark, location(writer))
+    claim = delta_harness.open(writer.tables).claim()
+    assert claim.token > writer.token
+    assert claim.entries == {TOPIC: Entry("", 1, 0)}
+
+
+def test_writer_notices_a_restore_beneath_it(writer, spark):
+    """The ledger went back with the rows: going on would leave a hole, so it is opened again."""
+    writer.write(PRICES, {0: price(1, "1.50")})
+    version = writer.sink._note(PRICES).version
+    writer.write(PRICES, {1: price(2, "2.50")})
+    spark.sql(f"RESTORE TABLE delta.`{location(writer)}` TO VERSION AS OF {version}")
+    with pytest.raises(SinkUnavailable, match="restored"):
+        writer.write(PRICES, {2: price(3, "3.50")})
 
 
 def test_directory_that_cannot_be_written_stops_with_a_hint(spark, tmp_path):
