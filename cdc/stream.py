@@ -188,12 +188,22 @@ def _apply_frame(job: Job, sink: FrameSink, frame: DataFrame) -> list[Report]:
             mine = [report for report in reports if report.topic == topic]
             offsets = {r.partition: r.next_offset for r in mine if r.next_offset is not None}
             changes = lines.where(lines.topic == topic).where("report is null")
+            if any(report.outdated for report in mine):
+                changes = _newest(changes)
             written, refused = _merge(job, sink, topic, offsets, changes=changes, records=frame)
             mine[0].applied, mine[0].stale = written.applied, written.stale
             mine[0].refused += refused
         return reports
     finally:
         lines.unpersist()
+
+
+def _newest(lines: DataFrame) -> DataFrame:
+    """One line per key, where tasks told some of them again in a later stretch."""
+    place = ["partition", "version"]
+    outdated = lines.where("key is null").select(*place)
+    # Versions alone, fewer than a batch has records: small enough for every task to have them all.
+    return lines.where("key is not null").join(outdated.hint("broadcast"), place, "left_anti")
 
 
 def _merge(

@@ -57,6 +57,7 @@ class Report:
     applied: int = 0
     stale: int = 0
     refused: int = 0
+    outdated: int = 0  # lines that a later one of the same batch replaces
     next_offset: int | None = None
     oldest_us: int | None = None  # commit time at the source of the oldest change applied
     error: dict[str, str] | None = None
@@ -163,18 +164,25 @@ def kept(
 
 
 def lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Decode every partition found in *batches*: one line per key, then one with the report."""
+    """Decode every partition found in *batches*, a stretch at a time; last comes the report.
+
+    A line without a key says that the change of its version is not its key's newest any more.
+    """
     for topic, partition, records in _partitions(batches):
         report = Report(topic, partition)
-        newest: dict[str, Change] = {}
+        told: dict[str, int] = {}  # version by key: all that is held of earlier stretches
         try:
             for stretch in stretches(records, job.limits.max_changes, job.limits.max_bytes):
                 changes = _decoded(job, _Refused(job, report, stretch))
-                newest.update((key_text(change.key), change) for change in changes)
+                newest = {key_text(change.key): change for change in changes}
+                outdated = [told[key] for key in newest if key in told]
+                report.outdated += len(outdated)
+                yield _frame(report, newest, outdated)
+                told.update((key, change.version) for key, change in newest.items())
                 report.count(changes, stretch.next_offset)
         except Exception as error:  # noqa: BLE001 - it goes home as data, classified or not
             report.error = as_data(error, job.sink.name)
-        yield _frame(topic, partition, newest, report)
+        yield _frame(report, {}, [], orjson.dumps(asdict(report)).decode())
 
 
 def as_data(error: BaseException, sink: str) -> dict[str, str]:
@@ -189,18 +197,20 @@ def as_data(error: BaseException, sink: str) -> dict[str, str]:
 
 
 def _frame(
-    topic: str, partition: int, newest: Mapping[str, Change], report: Report
+    report: Report, newest: Mapping[str, Change], outdated: Sequence[int], *reports: str
 ) -> pa.RecordBatch:
     rows = [None if c.row is None else orjson.dumps(c.row).decode() for c in newest.values()]
-    count = len(newest)
+    versions = [*(change.version for change in newest.values()), *outdated]
+    after = [None] * (len(outdated) + len(reports))
+    count = len(newest) + len(after)
     return pa.RecordBatch.from_arrays(
         [
-            pa.array([topic] * (count + 1), pa.string()),
-            pa.array([partition] * (count + 1), pa.int32()),
-            pa.array([*newest, None], pa.string()),
-            pa.array([*rows, None], pa.string()),
-            pa.array([*(change.version for change in newest.values()), None], pa.int64()),
-            pa.array([None] * count + [orjson.dumps(asdict(report)).decode()], pa.string()),
+            pa.array([report.topic] * count, pa.string()),
+            pa.array([report.partition] * count, pa.int32()),
+            pa.array([*newest, *after], pa.string()),
+            pa.array([*rows, *after], pa.string()),
+            pa.array([*versions, *([None] * len(reports))], pa.int64()),
+            pa.array([*([None] * len(versions)), *reports], pa.string()),
         ],
         names=["topic", "partition", "key", "row", "version", "report"],
     )

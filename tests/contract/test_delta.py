@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
+import pyarrow as pa
 import pytest
 
+from cdc import stream
 from cdc.change import Change, Column, Slice, Table, version_of
+from cdc.config import Batch, Quarantine
 from cdc.errors import SinkFenced, SinkUnavailable, SinkUnusable
 from cdc.sink import Entry, Refusal, Written
+from cdc.writer import Job
 from sinks.delta import DeltaSettings, DeltaSink, table_path
 from tests.contract.conftest import TOPIC_ID
 
@@ -57,6 +62,35 @@ def test_batch_of_nothing_moves_the_ledger(writer):
     nothing = Slice(PRICES, TOPIC, 0, 5, ())
     assert writer.harness.apply(writer.sink, writer.token, nothing) == Written(0, 0)
     assert writer.sink._note(PRICES).entry.offsets == {0: 5}
+
+
+def test_key_that_comes_again_in_a_batch_is_merged_once(writer, spark):
+    """A task tells its changes a stretch at a time; of a key that comes again the newest counts."""
+    amounts = {0: (1, "1.00"), 1: (2, "2.00"), 2: (1, "1.50"), 3: (3, "3.00"), 4: (1, "1.75")}
+    after = [{"id": key, "amount": amount} for key, amount in amounts.values()]
+    records = {
+        "topic": [TOPIC] * len(after),
+        "partition": pa.array([0] * len(after), pa.int32()),
+        "offset": list(amounts),
+        "key": [orjson.dumps({"id": row["id"]}) for row in after],
+        "value": [orjson.dumps({"op": "u", "after": row, "source": {}}) for row in after],
+    }
+    job = Job(
+        sink=DeltaSettings(name="lake", type="delta", path="x"),
+        open_sink=None,
+        keep=None,
+        token=writer.token,
+        tables=writer.tables,
+        generations={TOPIC: 1},
+        topic_ids={TOPIC: TOPIC_ID},
+        limits=Batch(max_changes=2),
+        tolerated=Quarantine(),
+    )
+    frame = spark.createDataFrame(pa.table(records)).coalesce(1)
+    (report,) = stream._apply_frame(job, writer.sink, frame)
+    assert (report.outdated, report.applied, report.next_offset) == (2, 3, 5)
+    held = {key: str(row["amount"]) for (key,), row in writer.held(PRICES).items()}
+    assert held == {1: "1.75", 2: "2.00", 3: "3.00"}
 
 
 def test_nothing_newer_makes_no_commit(writer):
