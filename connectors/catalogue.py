@@ -249,6 +249,11 @@ def drop_slot(config: Config, within_s: float = 30.0) -> list[str]:
     return done
 
 
+def lock_key(config: Config) -> int:
+    name = f"cdc resync {config.name}".encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], signed=True)
+
+
 @contextmanager
 def alone(config: Config) -> Iterator[Callable[[], None]]:
     """Hold the right to begin the log anew, which one process has at a time.
@@ -256,10 +261,9 @@ def alone(config: Config) -> Iterator[Callable[[], None]]:
     PostgreSQL takes it back when the connection ends, however that happens; what is given out
     raises if that has happened.
     """
-    name = f"cdc resync {config.name}".encode()
-    key = int.from_bytes(hashlib.sha256(name).digest()[:8], signed=True)
     with _connection(config) as connection:
-        if not _rows(connection, "SELECT pg_try_advisory_lock(%s) AS mine", (key,))[0]["mine"]:
+        asked = "SELECT pg_try_advisory_lock(%s) AS is_mine"
+        if not _rows(connection, asked, (lock_key(config),))[0]["is_mine"]:
             raise SourceError(
                 "another resync is under way",
                 hint="wait for it: cdc connectors status shows how far it is",

@@ -154,7 +154,7 @@ def steps(
     yield from catalogue.drop_slot(config)
     check()
     old = topics.ids(config)
-    yield from topics.remove_topics(config)
+    yield from topics.remove_topics(config, topics.log_topics(config))
     yield from topics.ensure_topics(config)
     new = topics.new_ids(config, old)
     check()
@@ -176,7 +176,7 @@ def status(config: Config) -> dict[str, Any]:
         held = connect.config(name)
     slot = catalogue.read_slot(config)
     states = topics.describe(config, table_topics(config))
-    lost = _lost(config, held, {topic: state.topic_id for topic, state in states.items()})
+    lost = lost_topics(config, held, {topic: state.topic_id for topic, state in states.items()})
     return {
         "connector": name,
         "state": _state(found),
@@ -255,7 +255,7 @@ def remove(config: Config, *, drop_slot: bool = False, drop_log: bool = False) -
     if is_end:
         done += catalogue.drop_slot(config)
     if drop_log:
-        done += topics.remove_topics(config)
+        done += topics.remove_topics(config, topics.wanted_topics(config))
     return done
 
 
@@ -275,7 +275,9 @@ def _has_records(config: Config) -> bool:
     return any(any(state.end.values()) for state in states.values())
 
 
-def _lost(config: Config, held: ConnectorConfig | None, found: Mapping[str, str]) -> dict[str, str]:
+def lost_topics(
+    config: Config, held: ConnectorConfig | None, found: Mapping[str, str]
+) -> dict[str, str]:
     """What is wrong with each topic that lacks records, by topic; *found* are the ids now."""
     ids = noted_ids(held)
     lost = {}
@@ -289,7 +291,7 @@ def _lost(config: Config, held: ConnectorConfig | None, found: Mapping[str, str]
 
 def _check_topics(config: Config, held: ConnectorConfig | None) -> None:
     """Refuse to go on with a log that lacks records."""
-    lost = _lost(config, held, topics.ids(config))
+    lost = lost_topics(config, held, topics.ids(config))
     for topic, what in lost.items():
         raise SourceError(
             f"topic {topic} {what}, so the log lacks what was in it", hint=f"run: {_RESYNC}"

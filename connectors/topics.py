@@ -51,9 +51,9 @@ _HOUR_MS = 3_600_000
 _POLICY = "cleanup.policy"
 
 # librdkafka writes to stderr, once a second while a broker is away; our error says it once.
-_SILENT = logging.getLogger("cdc.librdkafka")
-_SILENT.addHandler(logging.NullHandler())
-_SILENT.propagate = False
+SILENT = logging.getLogger("cdc.librdkafka")
+SILENT.addHandler(logging.NullHandler())
+SILENT.propagate = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class TopicSpec:
 
 
 def wanted_topics(config: Config) -> list[TopicSpec]:
+    """All our topics: the log, and the quarantine, which outlives it."""
+    return [*log_topics(config), quarantine_spec(config)]
+
+
+def log_topics(config: Config) -> list[TopicSpec]:
+    """A topic per table, and one of heartbeats."""
     kafka = config.kafka
     compacted = {
         _POLICY: "compact",
@@ -86,8 +92,7 @@ def wanted_topics(config: Config) -> list[TopicSpec]:
         for topic in table_topics(config)
     ]
     # Debezium writes one small record there every few seconds, always with the same key.
-    heartbeat = TopicSpec(heartbeat_topic(config), 1, kafka.replication, compacted)
-    return [*tables, heartbeat, quarantine_spec(config)]
+    return [*tables, TopicSpec(heartbeat_topic(config), 1, kafka.replication, compacted)]
 
 
 def quarantine_spec(config: Config) -> TopicSpec:
@@ -108,8 +113,18 @@ def ensure_topics(config: Config) -> list[str]:
     Another partition count would move keys between partitions, and another cleanup policy may
     already have deleted rows: both are refused.
     """
+    return _ensure(config, wanted_topics(config))
+
+
+def ensure_side_topics(config: Config) -> list[str]:
+    """The same for all but the tables' own topics, whose rows no new topic would have."""
+    tables = table_topics(config)
+    return _ensure(config, [spec for spec in wanted_topics(config) if spec.name not in tables])
+
+
+def _ensure(config: Config, wanted: list[TopicSpec]) -> list[str]:
     with _admin(config) as admin:
-        missing, drifted = _compare(admin, wanted_topics(config))
+        missing, drifted = _compare(admin, wanted)
         made = []
         for spec, future in _create(admin, missing):
             if _made(future, spec.name):
@@ -153,16 +168,16 @@ def _states(admin: AdminClient, names: list[str]) -> dict[str, TopicState]:
 
 
 def ids(config: Config) -> dict[str, str]:
-    """The id of each of our topics that exists, heartbeats included."""
+    """The id of each of our topics that exists."""
     with _admin(config) as admin:
         found = _descriptions(admin, [spec.name for spec in wanted_topics(config)])
         return {name: str(it.topic_id) for name, it in found.items()}
 
 
 def new_ids(config: Config, old: Mapping[str, str]) -> dict[str, str]:
-    """The ids of our topics, none of them as in *old*: a broker may be late to know them."""
+    """The ids of the log's topics, none as in *old*: a broker may be late to know them."""
     deadline = time.monotonic() + _ANSWER_S
-    wanted = {spec.name for spec in wanted_topics(config)}
+    wanted = {spec.name for spec in log_topics(config)}
     while True:
         found = ids(config)
         if wanted <= {name for name, it in found.items() if it != old.get(name)}:
@@ -172,10 +187,10 @@ def new_ids(config: Config, old: Mapping[str, str]) -> dict[str, str]:
         time.sleep(_POLL_S)
 
 
-def remove_topics(config: Config) -> list[str]:
-    """Delete our topics and all that is in them, and wait until they are gone."""
+def remove_topics(config: Config, specs: Iterable[TopicSpec]) -> list[str]:
+    """Delete these topics and all that is in them, and wait until they are gone."""
     with _admin(config) as admin:
-        names = list(_descriptions(admin, [spec.name for spec in wanted_topics(config)]))
+        names = list(_descriptions(admin, [spec.name for spec in specs]))
         if not names:
             return []
         gone = []
@@ -308,7 +323,7 @@ def _admin(config: Config) -> Iterator[AdminClient]:
                 "socket.connection.setup.timeout.ms": round(_REACH_S * 1000),
                 "allow.auto.create.topics": False,
             },
-            logger=_SILENT,
+            logger=SILENT,
         )
         client.list_topics(timeout=_REACH_S)
         yield client

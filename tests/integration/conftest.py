@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
-from itertools import count
 
 import pytest
 
 from tests.support.pipeline import Pipeline
-
-_numbers = count(1)
 
 
 @pytest.fixture
@@ -18,7 +16,7 @@ def pipeline(stack, tmp_path):
     with ExitStack() as made:
 
         def make(*tables: str) -> Pipeline:
-            found = Pipeline(stack, tmp_path, f"it{next(_numbers)}", tables)
+            found = Pipeline(stack, tmp_path, f"it{secrets.token_hex(4)}", tables)
             made.callback(found.remove)
             return found
 

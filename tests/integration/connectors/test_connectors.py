@@ -4,127 +4,25 @@ Every test has its own configuration name and schema, and leaves nothing behind.
 """
 
 import json
-import secrets
 import socket
 import time
-from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-import psycopg
 import pytest
-from confluent_kafka import Consumer, TopicPartition
-from psycopg import sql
-from pydantic import SecretStr
 
-from cdc.config import Config, Connect, Kafka, SinkSettings, Source
+from cdc.config import Connect
 from cdc.errors import SourceError, SourceUnavailable
 from connectors import catalogue, lifecycle, topics
 from connectors.connect import ConnectClient
-from connectors.postgres import connector_config, connector_name, slot_name, table_topics, topic_of
+from connectors.postgres import connector_config, connector_name, slot_name, topic_of
+from tests.support.source import NOWHERE, configured, is_whole, read_log, state_of, with_kafka
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.needs("postgres", "kafka", "connect")
 
-NOWHERE = 9  # the discard port: nothing listens there
 LARGE = "x0123456789abcdef" * 1000
-
-
-def configured(stack, name, *tables, password=None, **places):
-    return Config(
-        name=name,
-        source=Source(
-            host=stack["CDC_PG_HOST"],
-            port=places.get("pg_port", int(stack["CDC_PG_PORT"])),
-            database=places.get("database", stack["CDC_PG_DATABASE"]),
-            user=places.get("user", stack["CDC_PG_USER"]),
-            password=SecretStr(password or stack["CDC_PG_PASSWORD"]),
-            tables=tuple(f"{name}.{table}" for table in tables),
-        ),
-        kafka=Kafka(bootstrap=places.get("kafka", stack["CDC_KAFKA"])),
-        connect=Connect(url=places.get("connect", stack["CDC_CONNECT_URL"])),
-        sinks=(SinkSettings(name="none", type="none"),),
-    )
-
-
-def with_kafka(config, **changes):
-    return config.model_copy(update={"kafka": config.kafka.model_copy(update=changes)})
-
-
-@pytest.fixture
-def database(stack):
-    with psycopg.connect(
-        host=stack["CDC_PG_HOST"],
-        port=stack["CDC_PG_PORT"],
-        dbname=stack["CDC_PG_DATABASE"],
-        user=stack["CDC_PG_USER"],
-        password=stack["CDC_PG_PASSWORD"],
-        autocommit=True,
-    ) as connection:
-        yield connection
-
-
-@pytest.fixture
-def name(stack, database):
-    """A fresh name, which is also a schema; all that was made under it goes at the end."""
-    chosen = f"t{secrets.token_hex(4)}"
-    database.execute(sql.SQL("CREATE SCHEMA {0}").format(sql.Identifier(chosen)))
-    database.execute(sql.SQL("SET search_path TO {0}").format(sql.Identifier(chosen)))
-    yield chosen
-    rows = database.execute(
-        "SELECT tablename FROM pg_tables WHERE schemaname = %s", (chosen,)
-    ).fetchall()
-    tables = {"t", *(row[0] for row in rows)}
-    lifecycle.remove(configured(stack, chosen, *tables), drop_log=True)
-    database.execute(sql.SQL("DROP SCHEMA {0} CASCADE").format(sql.Identifier(chosen)))
-
-
-@pytest.fixture
-def table(stack, name, database):
-    """One table `t`, and its configuration."""
-    database.execute("CREATE TABLE t (id int PRIMARY KEY, n int, large text DEFAULT 'filled')")
-    database.execute("ALTER TABLE t ALTER large SET STORAGE EXTERNAL")
-    return configured(stack, name, "t")
-
-
-def wait_until(condition, within_s=30.0):
-    """Wait for a true answer; fail with the last one."""
-    deadline = time.monotonic() + within_s
-    while not (seen := condition()):
-        assert time.monotonic() < deadline, f"still {seen!r} after {within_s} s"
-    return seen
-
-
-def read_log(config, table, count, within_s=30.0):
-    """The first *count* committed records of *table*'s topic, as (key, value), by partition."""
-    topic = topic_of(config, f"{config.name}.{table}")
-    state = topics.describe(config, [topic])[topic]
-    settings = {
-        "bootstrap.servers": config.kafka.bootstrap,
-        "group.id": "unused",
-        "isolation.level": "read_committed",
-        "enable.auto.commit": False,
-        "fetch.wait.max.ms": 50,
-    }
-    found = []
-    with closing(Consumer(settings)) as consumer:
-        consumer.assign([TopicPartition(topic, at, 0) for at in range(state.partitions)])
-        deadline = time.monotonic() + within_s
-        while len(found) < count:
-            assert time.monotonic() < deadline, f"{len(found)} of {count} records"
-            record = consumer.poll(0.2)
-            if record is not None and record.error() is None:
-                value = record.value()
-                found.append((json.loads(record.key()), value and json.loads(value)))
-    return found
-
-
-def is_whole(config):
-    return lifecycle.is_whole(config, topics.describe(config, table_topics(config)))
-
-
-def state_of(config):
-    return lifecycle.status(config)["state"]
 
 
 def test_apply_creates_topics_and_a_running_task_once(table):
@@ -134,6 +32,7 @@ def test_apply_creates_topics_and_a_running_task_once(table):
         f"created connector {connector_name(table)}",
         f"created topic {topic}",
         f"created topic __debezium-heartbeat.{table.name}",
+        f"created topic __cdc-quarantine.{table.name}",
         "noted the ids of the new topics",
         f"started connector {connector_name(table)}",
     ]
