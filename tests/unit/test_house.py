@@ -85,3 +85,12 @@ def test_settings_refuse_what_they_do_not_know():
     for model in (config.Config, *config.Settings.__subclasses__()):
         assert model.model_config.get("extra") == "forbid"
         assert model.model_config.get("frozen") is True
+
+
+def test_every_test_that_the_readme_names_is_there():
+    """The table of what happens if points at tests, and a renamed one would be a broken promise."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8")))
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    found = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    assert named
+    assert named - found == set()
