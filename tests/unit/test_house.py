@@ -1,6 +1,7 @@
 """Rules of the house that no linter knows."""
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def test_the_example_shows_every_option_at_its_default(monkeypatch):
     tree = tomllib.loads(EXAMPLE.read_text())
     comments = EXAMPLE.read_text()
     sections = [(name, getattr(loaded, name)) for name in ("source", "kafka", "connect", "spark")]
-    sections += [(name, getattr(loaded, name)) for name in ("batch", "run")]
+    sections += [(name, getattr(loaded, name)) for name in ("batch", "quarantine", "run")]
     sections += [(f"sinks.{sink.name}", sink) for sink in loaded.sinks]
     for where, section in sections:
         shown = next(
