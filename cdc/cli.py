@@ -19,7 +19,7 @@ from rich.table import Table
 import cdc
 from cdc import logs, wiring
 from cdc.config import Config
-from cdc.errors import CdcError, ConfigError
+from cdc.errors import CdcError, ConfigError, TopicMissing
 from cdc.quarantine import Kept
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,12 +87,20 @@ def run(path: Path, log_level: str, *, once: bool) -> None:
 
 def _run(config: Config, *, once: bool) -> list[CdcError]:
     from cdc import ledger, session, supervisor
+    from connectors import care, lifecycle
 
     outside = wiring.outside(config)
     # Before Spark is started: nobody should wait ten seconds to hear of a wrong password.
     tables = outside.tables()
-    ledger.plan(tables, {}, outside.topics(list(tables)))
+    try:
+        ledger.plan(tables, {}, outside.topics(list(tables)))
+    except TopicMissing:
+        # A daemon makes a log again that was lost; the first one is made by a person.
+        if once or not lifecycle.is_applied(config):
+            raise
     stop = threading.Event()
+    if not once:
+        threading.Thread(target=care.keep, args=(config, stop), name="care", daemon=True).start()
     spark = session.open_session(
         config.name, config.spark, wiring.spark_settings(config), wiring.spark_threads(config)
     )
@@ -104,6 +112,7 @@ def _run(config: Config, *, once: bool) -> list[CdcError]:
         ]
         supervisor.run(threads, config.run, stop, lambda: outside.topics(list(tables)))
     finally:
+        stop.set()
         spark.stop()
     return [t.status.error for t in threads if t.status.state == "failed" and t.status.error]
 

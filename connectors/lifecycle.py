@@ -94,6 +94,12 @@ def resync(config: Config, seen: str | None = None, within_s: float = _RUNNING_S
         return _begin_anew(config, connect, wanted, within_s, seen)
 
 
+def is_applied(config: Config) -> bool:
+    """Whether there is a connector, running or not."""
+    with _connect(config) as connect:
+        return connect.config(connector_name(config)) is not None
+
+
 def is_whole(config: Config, states: Mapping[str, TopicState]) -> bool:
     """Whether the topics in *states* hold every row of their tables, the snapshot's to the last.
 
