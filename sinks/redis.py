@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import sha1
 from importlib.resources import files
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -191,13 +192,13 @@ class Packer:
             for field, lowest, highest in guard.ranges:
                 arguments += map(_bulk, (field.encode(), b"%d" % lowest, b"%d" % highest))
         key_count, argument_count = len(keys), len(arguments)
-        for row_key, change in changes:
+        for key, change in changes:
             try:
                 fields = self._packed(change)
             except _Unfit as unfit:
                 self.refused.append((change, str(unfit)))
                 continue
-            row = row_key.encode()
+            row = key.encode()
             keys.append(b"$%d\r\n%b\r\n$%d\r\n%b:gone\r\n" % (len(row), row, len(row) + 5, row))
             count = _bulk(b"%d" % (-1 if fields is None else len(fields)))
             arguments.append(b"$%d\r\n%b\r\n%b" % (VERSION_DIGITS, _version(change), count))
@@ -372,10 +373,12 @@ class RedisSink:
 
     def rows(self, table: Table) -> Iterator[tuple[Row, int | None]]:
         """Every row; one that is deleted meanwhile is left out."""
+        seen: set[int] = set()  # SCAN may bring a key twice; hashes, because keys can be long
         with self._classified():
             for keys in self._pages(_glob_escaped(self._head(table)) + "*}", "hash"):
                 reads = self._client.pipeline(transaction=False)
-                for key in keys:
+                for key in dict.fromkeys(key for key in keys if hash(key) not in seen):
+                    seen.add(hash(key))
                     reads.hgetall(key)
                 for row in reads.execute():
                     if row:
@@ -413,7 +416,7 @@ class RedisSink:
         self._check(token, current)
         old = [
             (key, Change((), None, version))
-            for key, held in zip(keys, versions, strict=True)
+            for key, held in dict(zip(keys, versions, strict=True)).items()
             if held is not None and int(held) <= version
         ]
         removed = self._call(Packer(self._settings), old, self._fence(token))
@@ -459,17 +462,9 @@ class RedisSink:
         return answers
 
     def _pages(self, pattern: str, type_: str | None = None) -> Iterator[list[str]]:
-        """The keys that match *pattern*, each once, many at a time."""
-        seen: set[int] = set()  # SCAN may bring a key twice; hashes, because keys can be long
-        keys: list[str] = []
-        for key in self._client.scan_iter(match=pattern, count=KEYS_PER_SCAN, _type=type_):
-            if hash(key) not in seen:
-                seen.add(hash(key))
-                keys.append(key)
-            if len(keys) == KEYS_PER_SCAN:
-                yield keys
-                keys = []
-        if keys:
+        """The keys that match *pattern*, many at a time; some may come twice."""
+        found = self._client.scan_iter(match=pattern, count=KEYS_PER_SCAN, _type=type_)
+        while keys := list(islice(found, KEYS_PER_SCAN)):
             yield keys
 
     # The ledger.
