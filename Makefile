@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit contract property integration fetch clean
+.PHONY: help setup demo test lint unit contract property integration chaos soak fetch clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,7 @@ demo: setup ## Sync a small shop to four stores on real servers, and compare (DE
 
 test: lint unit ## Check everything, on real servers
 	@$(BIN)/python -m pytest --hypothesis-profile=ci tests/contract tests/property tests/integration
+	@$(BIN)/python -m pytest tests/chaos  # by itself: two stacks are too much for two cores
 
 lint: setup ## Check style and types
 	@$(BIN)/ruff check .
@@ -39,6 +40,12 @@ property: setup ## Play many scripts of changes, crashes and replays against som
 
 integration: setup ## Run everything from PostgreSQL to the sinks
 	@$(BIN)/python -m pytest tests/integration
+
+chaos: setup ## Hurt a whole pipeline a little, and watch that it never shows
+	@$(BIN)/python -m pytest tests/chaos
+
+soak: setup ## Hurt a whole pipeline for SOAK_MINUTES (30), and count violations
+	@$(BIN)/python -m tests.chaos.soak
 
 fetch: setup ## Fetch the servers and jars now, to work without a network later
 	@$(BIN)/python -m deploy.stack fetch
