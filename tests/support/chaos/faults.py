@@ -60,9 +60,11 @@ def kill_connect_in_heavy_load(world: World, chance: random.Random) -> None:
     world.load.heavy(on=True)
     try:
         _pause(chance.uniform(HEAVY_S / 2, HEAVY_S))
-        kill_server("connect", world, chance)
+        world.kill_server("connect")
+        _pause(chance.uniform(0, HEAVY_S / 2))
     finally:
         world.load.heavy(on=False)
+    world.start_server("connect")
 
 
 def trouble(kind: str, mode: ProxyMode, world: World, chance: random.Random) -> None:

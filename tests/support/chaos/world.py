@@ -223,7 +223,8 @@ class World:
         except AssertionError:
             raise NotConverged(
                 f"mark {mark} not passed within {within_s:g} s; behind: {behind};"
-                f" the daemon: {self.keeper.daemon.last_words()}"
+                f" the daemon, start {self.keeper.starts}: {self.keeper.daemon.last_words()};"
+                f" violations before: {self.violations.all()}"
             ) from None
         took = time.monotonic() - began
         for observer in self.observers.values():
