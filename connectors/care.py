@@ -43,10 +43,11 @@ _RESYNC_AT_MOST_EVERY_S = 300.0
 # A connector that has run for so long has got over what made it fail.
 _STEADY_S = 30.0
 
-# The position is not in the slot any more, or the slot is another one: no restart brings it back.
-_POSITION_LOST = re.compile(
+# The position is not in the slot any more, or the slot is another one, or there are changes from
+# when the publication was not there, which PostgreSQL cannot decode: no restart brings them back.
+_CHANGES_LOST = re.compile(
     r"no longer available|can no longer (?:get changes|access)|invalidated|Saved offset|Offset LSN"
-    r"|has already been removed",
+    r"|has already been removed|publication .* does not exist",
     re.IGNORECASE,
 )
 
@@ -112,8 +113,8 @@ def _judge_stopped(seen: Seen, state: str) -> Verdict:
 def _judge_failed(seen: Seen, failure: str) -> Verdict:
     is_unbegun = seen.slot is None and seen.phase is Phase.NOTHING
     is_gone = seen.slot is None or seen.slot.wal_status == "lost"
-    if not is_unbegun and (is_gone or _POSITION_LOST.search(failure)):
-        return Verdict(Deed.RESYNC, f"the slot has lost changes: {failure}")
+    if not is_unbegun and (is_gone or _CHANGES_LOST.search(failure)):
+        return Verdict(Deed.RESYNC, f"changes are lost: {failure}")
     if not is_unbegun and seen.phase is not Phase.STREAM:
         return Verdict(Deed.RESYNC, f"the snapshot was cut short: {failure}")
     return Verdict(Deed.RESTART, failure, hint_for(failure))
@@ -168,8 +169,10 @@ class Care:
         lost = lifecycle.lost_topics(self._config, held, found)
         if status is None or status.state not in ("FAILED", "STOPPED"):
             return Seen(held, status, lost)
-        slot = catalogue.read_slot(self._config)
-        return Seen(held, status, lost, slot, connect.phase(name))
+        # A failed task may leave a transaction open, and Connect then cannot tell the position.
+        is_past = note_of(held) == self._proven
+        phase = Phase.STREAM if is_past else connect.phase(name)
+        return Seen(held, status, lost, catalogue.read_slot(self._config), phase)
 
     def _examine(self, connect: ConnectClient, seen: Seen) -> Verdict:
         """Look once into a log that has just got its snapshot."""

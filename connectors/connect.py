@@ -363,6 +363,7 @@ _HINTS = (
         r"\bslot\b|\boffset\b|\blsn\b|no longer available",
         "the slot was lost, and changes with it: cdc resync",
     ),
+    (r"publication .* does not exist", "changes cannot be decoded without it: cdc resync"),
 )
 
 

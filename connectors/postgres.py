@@ -264,6 +264,10 @@ _DELIVERY = {
     "transaction.boundary": "poll",
     # The default of 500 ms is most of the latency.
     "poll.interval.ms": "10",
+    # By itself Debezium would try again for ever, with the task RUNNING all the while and nobody
+    # told why; and in the midst of a snapshot it would begin another one. Now a failure is seen,
+    # and the daemon decides what heals it (see care.py).
+    "errors.max.retries": "0",
     # Nothing is skipped, and no row is written to the worker's log.
     "errors.tolerance": "none",
     "errors.log.include.messages": "false",

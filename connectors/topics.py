@@ -122,13 +122,26 @@ def ensure_side_topics(config: Config) -> list[str]:
     return _ensure(config, [spec for spec in wanted_topics(config) if spec.name not in tables])
 
 
+def make_missing(config: Config) -> list[str]:
+    """Create what is missing, and look at nothing else."""
+    with _admin(config) as admin:
+        wanted = wanted_topics(config)
+        found = _descriptions(admin, [spec.name for spec in wanted])
+        return _make(admin, [spec for spec in wanted if spec.name not in found])
+
+
+def _make(admin: AdminClient, missing: list[TopicSpec]) -> list[str]:
+    return [
+        f"created topic {spec.name}"
+        for spec, future in _create(admin, missing)
+        if _made(future, spec.name)
+    ]
+
+
 def _ensure(config: Config, wanted: list[TopicSpec]) -> list[str]:
     with _admin(config) as admin:
         missing, drifted = _compare(admin, wanted)
-        made = []
-        for spec, future in _create(admin, missing):
-            if _made(future, spec.name):
-                made.append(f"created topic {spec.name}")
+        made = _make(admin, missing)
         for name, settings in drifted.items():
             _alter(admin, name, settings)
             made += [f"set {key} of topic {name} to {value}" for key, value in settings.items()]

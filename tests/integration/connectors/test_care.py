@@ -13,6 +13,7 @@ from connectors.postgres import (
     ConnectorConfig,
     connector_name,
     heartbeat_topic,
+    publication_name,
     quarantine_topic,
     slot_name,
     table_topics,
@@ -112,43 +113,71 @@ def test_healthy_source_is_let_be(log, kept, connect):
     assert (topics.ids(log), connect.config(connector_name(log))) == before
 
 
-def test_failed_task_is_restarted_until_it_runs(log, kept, database):
-    """With a reason, a hint and a count; and nothing is lost or read anew."""
+def test_failed_task_is_restarted(log, kept, database):
+    """PostgreSQL cut it off; nothing is lost, and nothing is read anew."""
     before = topics.ids(log)
-    with topics._admin(log) as admin:
-        topics._alter(admin, topic(log), {"max.message.bytes": "2000"})
-    database.execute("INSERT INTO t VALUES (4, 0, %s)", (ROW_VALUE * 1000,))
+    end_reading(log, database)
     wait_until(lambda: state_of(log) == "FAILED")
-    wait_until(lambda: kept.look() or len(kept.reasons("connector restarted")) >= 2)
-    topics.ensure_topics(log)
-    wait_until(lambda: kept.look() or rows_in_log(log, "t") == {1, 2, 3, 4})
-    calls = [call.kwargs for call in kept.log.calls if call.args[0] == "connector restarted"]
-    assert [call["attempt"] for call in calls] == list(range(1, len(calls) + 1))
-    assert all("larger" in call["reason"] and "max.message.bytes" in call["hint"] for call in calls)
-    wait_until(lambda: state_of(log) == "RUNNING")
+    database.execute("INSERT INTO t VALUES (4)")
     kept.look_until("source is well")
+    assert kept.said() == ["connector restarted", "source is well"]
+    (call,) = (call for call in kept.log.calls if call.args[0] == "connector restarted")
+    assert "PSQLException" in call.kwargs["reason"]
+    assert call.kwargs["hint"]
+    assert call.kwargs["attempt"] == 1
+    wait_until(lambda: rows_in_log(log, "t") == {1, 2, 3, 4})
     assert topics.ids(log) == before
 
 
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_lost_slot_is_healed(log, kept, connect, database, is_made_again):
-    """What the slot had kept is gone for ever, so no restart can help."""
+def test_task_that_fails_again_is_restarted_less_and_less_often(log, kept, connect, database):
+    """Every attempt is counted, and a restart that helps at last is enough."""
+    before = topics.ids(log)
+    held = connect.config(connector_name(log))
+    del held["name"]
+    broken = {**held, "post.processors.reselect.type": "nowhere.Missing"}
+    connect.put(connector_name(log), ConnectorConfig(broken))
+    wait_until(lambda: state_of(log) == "FAILED")
+    wait_until(lambda: kept.look() or len(kept.reasons("connector restarted")) >= 3)
+    attempts = [call.kwargs["attempt"] for call in kept.log.calls]
+    assert attempts[:3] == [1, 2, 3]
+    connect.put(connector_name(log), held)
+    database.execute("INSERT INTO t VALUES (4)")
+    wait_until(lambda: kept.look() or rows_in_log(log, "t") == {1, 2, 3, 4})
+    assert topics.ids(log) == before
+
+
+def end_reading(config, database):
+    wait_until(lambda: catalogue.read_slot(config).active)
+    database.execute(
+        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s",
+        (slot_name(config),),
+    )
+    wait_until(lambda: not catalogue.read_slot(config).active)
+
+
+@pytest.mark.parametrize("what", ["slot", "slot made again", "publication"])
+def test_lost_changes_are_healed(log, kept, connect, database, what):
+    """What the slot had kept is gone for ever, or cannot be decoded: no restart can help."""
     connector = connector_name(log)
+    database.execute("INSERT INTO t VALUES (4)")
+    wait_until(lambda: rows_in_log(log, "t") == {1, 2, 3, 4})
     connect.stop(connector)
     connect.wait_stopped(connector, 30)
     wait_until(lambda: not catalogue.read_slot(log).active)
-    database.execute("SELECT pg_drop_replication_slot(%s)", (slot_name(log),))
+    if what == "publication":
+        database.execute(f"DROP PUBLICATION {publication_name(log)}")
+    else:
+        database.execute("SELECT pg_drop_replication_slot(%s)", (slot_name(log),))
     database.execute("DELETE FROM t WHERE id = 1")
-    if is_made_again:
-        database.execute(
-            "SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot_name(log),)
-        )
-        database.execute("INSERT INTO t VALUES (4)")
+    if what == "slot made again":
+        make = "SELECT pg_create_logical_replication_slot(%s, 'pgoutput')"
+        database.execute(make, (slot_name(log),))
+    database.execute("INSERT INTO t VALUES (5)")
     connect.resume(connector)
     kept.look_until("resync done")
     wait_until(lambda: is_whole(log))
-    assert rows_in_log(log, "t") == ({2, 3, 4} if is_made_again else {2, 3})
-    assert "lost changes" in kept.reasons("resync begun")[0]
+    assert rows_in_log(log, "t") == {2, 3, 4, 5}
+    assert kept.reasons("resync begun")[0].startswith("changes are lost")
 
 
 def test_snapshot_that_was_cut_short_leaves_no_rows_behind(table, connect, database):

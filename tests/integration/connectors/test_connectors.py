@@ -30,6 +30,7 @@ def test_apply_creates_topics_and_a_running_task_once(table):
     topic = topic_of(table, f"{table.name}.t")
     assert lifecycle.apply(table).changes == [
         f"created connector {connector_name(table)}",
+        f"forgot any position of connector {connector_name(table)}",
         f"created topic {topic}",
         f"created topic __debezium-heartbeat.{table.name}",
         f"created topic __cdc-quarantine.{table.name}",

@@ -82,6 +82,7 @@ def test_reason_names_the_cause_and_no_row(trace, reason):
         ('ERROR: replication slot "cdc_x" is active for PID 7', "another connector"),
         ("Topic a.b not present in metadata after 60000 ms.", "cdc resync"),
         ("stream .. is no longer available on the server.", "cdc resync"),
+        ('ERROR: publication "x" does not exist', "cdc resync"),
         ("NullPointerException", "log of the Connect worker"),
     ],
 )

@@ -103,6 +103,7 @@ def test_names_are_derived_from_the_configuration():
         ("message.prefix.exclude.list", ".*", "foreign messages have no topic"),
         ("event.converting.failure.handling.mode", "fail", "a bad value would become null"),
         ("include.unknown.datatypes", "true", "columns would be missing"),
+        ("errors.max.retries", "0", "a cut snapshot would be followed by another, unseen"),
         ("errors.tolerance", "none", "records would be skipped"),
         ("errors.log.include.messages", "false", "rows would stand in the worker's log"),
         ("poll.interval.ms", "10", "latency"),
