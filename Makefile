@@ -14,7 +14,7 @@ setup: .venv/.ready ## Make .venv with everything that uv.lock pins
 	  { echo "error: $(PYTHON) is older than 3.11" >&2; echo "  try: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	@$(BIN)/uv sync --frozen --quiet --inexact --python $(BIN)/python
+	@$(BIN)/uv sync --frozen --quiet --inexact --compile-bytecode --python $(BIN)/python
 	@touch $@
 
 demo: setup ## Sync a small shop to four stores on real servers, and compare (DEMO_SECONDS=60 ends it)

@@ -124,11 +124,7 @@ class ConnectClient:
         self._call("POST", "/connectors", body, config.secrets)
 
     def config(self, name: str) -> ConnectorConfig | None:
-        """The connector's configuration; None if there is no such connector.
-
-        A worker that has just started knows no status yet, and answers about configurations only
-        when it has read them all: this is the one to believe.
-        """
+        """The connector's configuration; None if there is no such connector."""
         answer = self._call("GET", f"{_path(name)}/config")
         return None if answer is None else ConnectorConfig(answer)
 
@@ -258,7 +254,7 @@ class ConnectClient:
         if answer.ok:
             return _parsed(answer) if answer.content else {}
         text = _message(answer)
-        if answer.status_code == _NOT_FOUND:
+        if answer.status_code == _NOT_FOUND and text:
             return None
         if answer.status_code == _CONFLICT:
             raise SourceUnavailable(
@@ -268,11 +264,15 @@ class ConnectClient:
             # First line: how many errors; last line: where the same list is to be had.
             lines = [line for line in text.splitlines() if line.strip()]
             raise _refused(self._url, lines[1:-1] if len(lines) > 2 else lines, secrets)  # noqa: PLR2004
-        # A worker that starts, or that has lost its group, answers 500: its request timed out.
-        kind = SourceUnavailable if answer.status_code >= _SERVER_ERROR else SourceError
+        # A worker that starts knows no path at all at first: its 404 is a page, and no message. One
+        # that has lost its group answers 500, its request timed out.
+        is_passing = answer.status_code == _NOT_FOUND or answer.status_code >= _SERVER_ERROR
+        kind = SourceUnavailable if is_passing else SourceError
         raise kind(
-            f"{self._url} answered {answer.status_code}: {_scrubbed(_first(text), secrets)}",
-            hint="wait if Kafka Connect is starting; otherwise look at the log of its worker",
+            f"{self._url} answered {answer.status_code}: "
+            f"{_scrubbed(_first(text), secrets) or answer.reason}",
+            hint="wait if Kafka Connect is starting; otherwise correct connect.url, or look at the "
+            "log of its worker",
         )
 
     def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> requests.Response:
@@ -397,7 +397,7 @@ def _message(answer: requests.Response) -> str:
     try:
         body = answer.json()
     except ValueError:
-        return answer.reason or ""
+        return ""
     return str(body.get("message", "")) if isinstance(body, dict) else ""
 
 

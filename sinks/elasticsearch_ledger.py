@@ -90,7 +90,7 @@ class Ledger:
         for _ in range(ATTEMPTS):
             (held,) = self._get(self._sink)
             # Not less than the time: a ledger that was lost must not hand out a token twice.
-            token = max(held.source.get("token", 0) + 1, int(time.time()))
+            token = max(held.source.get("token", 0) + 1, time.time_ns() // 1_000_000)
             document = {**held.source, "token": token}
             if self._put(self._sink, document, held):
                 return token, document

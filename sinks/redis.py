@@ -282,7 +282,7 @@ class RedisSink:
     def claim(self) -> Claim:
         with self._classified():
             # Not less than the time: a ledger that was lost must not hand out a token twice.
-            token = self._run("claim", [self._ledger], [int(time.time())])
+            token = self._run("claim", [self._ledger], [time.time_ns() // 1_000_000])
             # From here on nobody else can write the ledger, so these reads belong together.
             entries = {}
             for topic in self._topics():

@@ -57,9 +57,12 @@ _LEDGER = sql.SQL("""
         PRIMARY KEY (sink, topic, partition)
     )""")
 _ADD_UNSWEPT = sql.SQL("ALTER TABLE {ledger} ADD COLUMN unswept boolean NOT NULL DEFAULT false")
+# Not less than the time: a ledger that was lost must not hand out a token twice.
 _CLAIM = sql.SQL("""
-    INSERT INTO {ledger} AS line (sink, topic, partition, token) VALUES (%s, '', -1, 1)
-    ON CONFLICT (sink, topic, partition) DO UPDATE SET token = line.token + 1
+    INSERT INTO {ledger} AS line (sink, topic, partition, token)
+    VALUES (%s, '', -1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)
+    ON CONFLICT (sink, topic, partition)
+    DO UPDATE SET token = greatest(line.token + 1, excluded.token)
     RETURNING token""")
 _FENCE = sql.SQL("UPDATE {ledger} SET token = %s WHERE sink = %s AND topic <> ''")
 _ENTRIES = sql.SQL("""

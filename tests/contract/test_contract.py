@@ -552,6 +552,15 @@ def test_a_lost_ledger_costs_a_replay(harness):
     assert texts(found) == fold(log)
 
 
+def test_a_lost_ledger_gives_no_token_twice(harness):
+    """A writer that slept while the ledger was lost finds that its token is old."""
+    old = harness.start(NOTES)
+    old.write(NOTES, {0: note(1, "a")})
+    harness.lose_ledger()
+    new = harness.open(old.tables)
+    assert new.claim().token > old.token
+
+
 def test_a_lost_ledger_is_not_forgotten_with_the_last_row(harness):
     """The deletes that a target keeps are of a generation, too."""
     writer = harness.start(NOTES, generation=3)

@@ -422,6 +422,23 @@ def test_foreign_server_is_recognised(worker):
         connect.config("x")
 
 
+def test_worker_that_starts_is_not_believed(worker):
+    """Before it knows any path it answers 404 with a page: no connector was removed."""
+    url, script = worker
+    script += [(404, b"<html><title>Error 404 Not Found</title></html>")]
+    with (
+        ConnectClient(url) as connect,
+        pytest.raises(SourceUnavailable, match="404: Not Found"),
+    ):
+        connect.config("x")
+    script[:] = [(404, b'{"error_code":404,"message":"Connector x not found"}')]
+    with ConnectClient(url) as connect:
+        assert connect.config("x") is None
+    script[:] = [(500, b'{"error_code":500,"message":"Request timed out"}')]
+    with ConnectClient(url) as connect, pytest.raises(SourceUnavailable, match="500"):
+        connect.config("x")
+
+
 def test_silent_worker_times_out():
     """A port that accepts and never answers is out of reach after the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
