@@ -22,9 +22,9 @@ class Pace:
         self._sleep = sleep
         self._waits = 0
 
-    def slower(self, error: SinkBusy) -> None:
-        """Halve the size and wait. Raises *error* when waiting has not helped."""
-        self.size = max(1, self.size // 2)
+    def slower(self, sent: int, error: SinkBusy) -> None:
+        """Take half of what was *sent*, and wait. Raises *error* when waiting has not helped."""
+        self.size = max(1, sent // 2)
         self._waits += 1
         if self._waits > MAX_WAITS:
             self._waits = 0

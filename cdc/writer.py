@@ -100,7 +100,7 @@ def _write(job: Job, report: Report, stretch: Stretch) -> None:
         try:
             written = sink.write(job.token, some)
         except SinkBusy as error:
-            pace.slower(error)
+            pace.slower(len(some.changes), error)
             continue
         pace.faster()
         report.applied += written.applied

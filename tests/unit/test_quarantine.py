@@ -178,6 +178,14 @@ def test_a_busy_sink_gets_less_at_once_and_more_again_later(bench):
     assert it.sink.sizes[-1] == 100
 
 
+def test_a_busy_sink_gets_half_of_what_it_was_given(bench):
+    """Not half of what it might have been given, which can be as much again."""
+    it = bench(FussySink(room=1), max_changes=5000)
+    report = it.write(*(record(n, n, "a") for n in range(8)))
+    assert report.error is None
+    assert it.sink.sizes[:4] == [8, 4, 2, 1]
+
+
 def test_a_sink_that_stays_busy_is_left_to_the_supervisor(bench):
     """Waiting in place ends; the query ends with an error that is retried."""
     it = bench(FussySink(room=0))
