@@ -35,6 +35,7 @@ class Daemon:
         self.log = log
         self.opened_sinks: set[str] = set()
         self.was_killed = False
+        self.refused = 0  # changes that went to the quarantine, which no change of the load should
         self.stopped_sinks: list[str] = []  # what their last lines say
         self._read_to = 0
         with log.open("wb") as out:
@@ -104,6 +105,8 @@ class Daemon:
         match line:
             case {"event": "sink opened", "sink": sink}:
                 self.opened_sinks.add(sink)
+            case {"event": "batch applied", "tables": tables}:
+                self.refused += sum(numbers["refused"] for numbers in tables.values())
             case {"event": "sink stopped", "sink": sink, "error": error, "hint": hint}:
                 self.stopped_sinks.append(f"{sink}: {error} ({hint})")
 
@@ -155,6 +158,9 @@ class Keeper:
         with self._lock:
             daemon = self.daemon
             daemon.look()
+            if daemon.refused:
+                self._violations.add(f"{daemon.refused} changes were refused")
+                daemon.refused = 0
             if daemon.stopped_sinks:
                 for words in daemon.stopped_sinks:
                     self._violations.add(f"a sink needs a human: {words}")

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from connectors import topics
 from tests.support.chaos.daemon import TAKEN_OVER, Daemon
+from tests.support.chaos.load import TABLES
 from tests.support.chaos.world import World
 from tests.support.waiting import wait_until
 
@@ -24,6 +26,8 @@ ENDED_S = 120.0
 DOWN_S = (0.0, 3.0)  # how long a killed server stays away
 TROUBLE_S = (1.0, 8.0)  # how long a network misbehaves; clients give up after 5
 HEAVY_S = 3.0
+AGAIN = 0.3  # how often a daemon that was killed is killed again ...
+START_S = (0.0, 20.0)  # ... while it starts
 
 Act = Callable[[World, random.Random], None]
 ProxyMode = Literal["cut", "deaf", "slow", "lose_answers"]
@@ -35,11 +39,17 @@ class Fault:
     act: Act
     touches: frozenset[str]
     weight: int = 2  # how often it is chosen, against the others
+    renews: bool = False  # the log must be begun anew, by the daemon and by nobody else
 
 
-def kill_daemon(world: World, _: random.Random) -> None:
-    """The driver dies; its JVM ends by itself a moment later."""
-    world.keeper.daemon.kill()
+def kill_daemon(world: World, chance: random.Random) -> None:
+    """The driver dies; its JVM ends by itself a moment later. Sometimes the next one dies, too."""
+    first = world.keeper.daemon
+    first.kill()
+    if chance.random() < AGAIN:
+        wait_until(lambda: world.keeper.daemon is not first, OPENED_S)
+        _pause(chance.uniform(*START_S))
+        world.keeper.daemon.kill()
 
 
 def kill_worker(world: World, chance: random.Random) -> None:
@@ -101,6 +111,13 @@ def zombie(world: World, chance: random.Random) -> None:
         first.stop()
 
 
+def recreate_topic(world: World, chance: random.Random) -> None:
+    """A topic is deleted and made again beneath the connector: the log has lost its beginning."""
+    chosen = chance.choice(topics.log_topics(world.config)[: len(TABLES)])
+    topics.remove_topics(world.config, [chosen])
+    topics.ensure_topics(world.config)
+
+
 def _wait_opened(daemon: Daemon, count: int) -> None:
     """Wait until all *count* sinks of *daemon* have their claims."""
 
@@ -128,6 +145,7 @@ PROXIES = {"elasticsearch": "Elasticsearch", "redis": "Redis", "postgres": "the 
 MODES: dict[ProxyMode, str] = {
     "cut": "cut", "deaf": "deaf", "slow": "slow", "lose_answers": "lost answers"
 }  # fmt: skip
+SOURCE = frozenset({"daemon", "kafka", "connect", "postgres"})
 EVERYTHING = frozenset({"daemon", *SERVERS})
 
 
@@ -148,6 +166,7 @@ def _all() -> list[Fault]:
             for kind, title in PROXIES.items()
             for mode, say in MODES.items()
         ),
+        Fault("recreate a topic", recreate_topic, SOURCE, 1, renews=True),
         Fault("a second daemon", second_daemon, EVERYTHING, 1),
         Fault("a zombie daemon", zombie, EVERYTHING, 1),
     ]

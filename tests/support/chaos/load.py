@@ -10,7 +10,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,8 @@ MARKERS = 12  # keys per table to choose one for each partition from; ids below 
 
 HEAVY_PAUSE_S = 0.02
 RECONNECT_S = 0.3
-ANSWER_S = 20.0
+JOIN_S = 20.0
+REST_S = 120.0  # the source may have to come back first
 
 
 @dataclass
@@ -110,16 +112,18 @@ class Load:
         self._stop.set()
         self._go.set()
         if self._thread.is_alive():
-            self._thread.join(ANSWER_S)
+            self._thread.join(JOIN_S)
 
-    def pause(self) -> None:
-        """Return when no change is under way, and none will be until `resume`."""
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No change is under way, and none will be until the block ends."""
         self._idle.clear()
         self._go.clear()
-        assert self._idle.wait(6 * ANSWER_S), "the load did not come to rest"
-
-    def resume(self) -> None:
-        self._go.set()
+        try:
+            assert self._idle.wait(REST_S), "the load did not come to rest"
+            yield
+        finally:
+            self._go.set()
 
     def heavy(self, *, on: bool) -> None:
         """Nothing but counters, as fast as the source takes them."""

@@ -113,8 +113,14 @@ def run(
     try:
         for number, group in enumerate(groups, 1):
             names = ", ".join(fault.name for fault in group)
+            ids, lives = world.log.ids, world.log.lives
             inject(world, group, chance)
-            took = world.converge(patience_s)
+            if any(fault.renews for fault in group):
+                took = world.converge_anew(ids, patience_s)
+            else:
+                took = world.converge(patience_s)
+                if world.log.lives > lives:
+                    world.violations.add(f"the log was begun anew without need, after {names}")
             for fault in group:
                 report.converged_s[fault.name].append(took)
             tell(f"{time.monotonic() - began:6.0f} s  {report.faults:>4}  {took:5.1f} s  {names}")

@@ -20,6 +20,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cdc.change import Table
+from cdc.config import Config
+from cdc.errors import SourceError
+from connectors import topics
+from connectors.postgres import table_topics
 from sinks.elasticsearch import alias_name, document_id
 from sinks.redis import VERSION, row_key, table_head
 from tests.support.chaos.load import KEY_COLUMNS, Key, Load, Row
@@ -29,31 +33,34 @@ ROWS_PER_LOOK = 24
 LOOK_EVERY_S = 0.2
 ANSWER_S = 5.0
 JOIN_S = 30.0
+IDS_EVERY_S = 1.0
 Held = tuple[int, int] | None  # version and n of a row
 
 
 class LogReader:
-    """Reads every topic from its start, read_committed, and checks every record."""
+    """Reads every topic from its start, read_committed, and checks every record.
 
-    def __init__(
-        self, bootstrap: str, topics: Mapping[str, str], partitions: int, violations: Violations
-    ) -> None:
+    When the topics have new ids, their log has a new life, of which nothing is known yet.
+    """
+
+    def __init__(self, config: Config, violations: Violations) -> None:
+        self._config = config
         self._settings = {
-            "bootstrap.servers": bootstrap,
+            "bootstrap.servers": config.kafka.bootstrap,
             "group.id": "chaos-log-reader",  # never joined: partitions are assigned
             "enable.auto.commit": False,
             "isolation.level": "read_committed",
             "auto.offset.reset": "error",
             "log_level": 0,
         }
-        self._names = dict(topics)  # topic -> table
-        self._partitions = partitions
+        self._names = {topic: table.split(".")[1] for topic, table in table_topics(config).items()}
         self._violations = violations
         self._topics: dict[str, Topic] = {}
-        self._again = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-reader", daemon=True)
         self.failure: BaseException | None = None
+        self.ids: dict[str, str] = {}  # of the topics that are read now
+        self.lives = 0
         self.records = 0
         self.partition_of: dict[Row, int] = {}
         self.marks: dict[Row, int] = {}  # the last n of every marker row
@@ -66,38 +73,63 @@ class LogReader:
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
 
-    def begin_anew(self) -> None:
-        """The topics have a new life: nothing of the old one counts."""
-        self._again.set()
-
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._again.clear()
+                found = self._found_ids()
+                if found is None:
+                    self._stop.wait(IDS_EVERY_S)
+                    continue
+                self.ids, self.lives = found, self.lives + 1
                 self._topics = {topic: Topic(topic) for topic in self._names}
                 self._read()
         except Exception as error:
             self.failure = error
             raise
 
-    def _read(self) -> None:
-        consumer = Consumer(self._settings)
-        consumer.assign(
-            [TopicPartition(t, p, 0) for t in self._names for p in range(self._partitions)]
-        )
+    def _found_ids(self) -> dict[str, str] | None:
+        """The ids of all topics; None while one is missing or Kafka is away."""
         try:
-            while not (self._stop.is_set() or self._again.is_set()):
-                for record in consumer.consume(500, timeout=0.5):
-                    if record.error() is None:
-                        self._check(record)
-                    elif record.error().code() == KafkaError._AUTO_OFFSET_RESET:
-                        self._violations.add(f"{record.topic()}: the log has lost its records")
+            found = topics.ids(self._config)
+        except SourceError:
+            return None
+        mine = {topic: found[topic] for topic in self._names if topic in found}
+        return mine if len(mine) == len(self._names) else None
+
+    def _is_over(self) -> bool:
+        """Whether the life of the log that is read has ended."""
+        return self._found_ids() not in (None, self.ids)
+
+    def _read(self) -> None:
+        """Read this life to its end."""
+        consumer = Consumer(self._settings)
+        partitions = range(self._config.kafka.partitions)
+        consumer.assign([TopicPartition(t, p, 0) for t in self._names for p in partitions])
+        look_at = time.monotonic() + IDS_EVERY_S
+        try:
+            while not self._stop.is_set():
+                wrong = [self._wrong(record) for record in consumer.consume(500, timeout=0.5)]
+                wrong = [sentence for sentence in wrong if sentence]
+                if wrong or time.monotonic() > look_at:
+                    if self._is_over():
+                        return
+                    look_at = time.monotonic() + IDS_EVERY_S
+                for sentence in wrong:
+                    self._violations.add(sentence)
         finally:
             consumer.close()
 
-    def _check(self, record: Any) -> None:
+    def _wrong(self, record: Any) -> str | None:
+        error = record.error()
+        if error is None:
+            return self._check(record)
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:
+            return f"{record.topic()}: the log has lost its records"
+        return None  # a broker that is away for a while
+
+    def _check(self, record: Any) -> str | None:
         if record.value() is None:
-            return  # the tombstone that follows each delete
+            return None  # the tombstone that follows each delete
         table = self._names[record.topic()]
         key: Key = tuple(orjson.loads(record.key())[name] for name in KEY_COLUMNS[table])
         value = orjson.loads(record.value())
@@ -110,8 +142,7 @@ class LogReader:
         wrong = self._topics[record.topic()].read(
             str(key), op, n, (source.get("lsn"), source.get("txId"))
         )
-        if wrong is not None:
-            self._violations.add(f"{wrong} (partition {record.partition()}, {record.offset()})")
+        return wrong and f"{wrong} (partition {record.partition()}, {record.offset()})"
 
 
 def is_marker(key: Key) -> bool:

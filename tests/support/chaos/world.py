@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from deltalake.exceptions import DeltaError
 
 from cdc import wiring
 from cdc.change import Table, key_text
+from cdc.compare import Difference
 from cdc.config import Config
 from connectors import catalogue, lifecycle
-from connectors.postgres import table_topics
 from deploy.demo.stores import Stores
 from deploy.stack import Ports, Stack
 from deploy.stack.members import Members
@@ -77,12 +77,7 @@ class World:
         path = directory / "through.toml"
         path.write_text(self._through(self.direct_path.read_text()))
         self.keeper = Keeper(path, logs, self.env, self.violations)
-        self.topics = {
-            topic: table.split(".")[1] for topic, table in table_topics(self.config).items()
-        }
-        self.log = LogReader(
-            self.config.kafka.bootstrap, self.topics, self.config.kafka.partitions, self.violations
-        )
+        self.log = LogReader(self.config, self.violations)
         self.observers: dict[str, Observer] = {}
         self.tables: dict[str, Table] = {}
         self._markers: dict[str, list[Key]] = {}
@@ -209,7 +204,11 @@ class World:
         """
         dead = len(self.load.graveyard)
         began = time.monotonic()
-        mark = self.mark()
+        self._wait_passed(self.mark(), within_s)
+        self._bury(dead)
+        return time.monotonic() - began
+
+    def _wait_passed(self, mark: int, within_s: float) -> None:
         behind: dict[str, str] = {}
 
         def passed() -> bool:
@@ -226,27 +225,58 @@ class World:
                 f" the daemon, start {self.keeper.starts}: {self.keeper.daemon.last_words()};"
                 f" violations before: {self.violations.all()}"
             ) from None
-        took = time.monotonic() - began
+
+    def _bury(self, count: int) -> None:
         for observer in self.observers.values():
-            observer.rules.bury(self.load.graveyard[:dead], time.monotonic())
-        return took
+            observer.rules.bury(self.load.graveyard[:count], time.monotonic())
+
+    def converge_anew(self, ids: Mapping[str, str], within_s: float) -> float:
+        """Wait until no topic has its id of *ids* any more, and all copies are equal.
+
+        Rows whose deletes went with the old topics are there until they are swept.
+        """
+        began = time.monotonic()
+
+        def is_anew() -> bool:
+            self.look()
+            return not set(ids.values()) & set(self.log.ids.values())
+
+        def differences() -> list[str]:
+            self.look()
+            return [f"{at}: {it}" for at, it in self.compared().items() if not it.is_equal]
+
+        try:
+            wait_until(is_anew, within_s)
+            with self.load.at_rest():
+                self._wait_passed(self.mark(), within_s)
+                wait_until(lambda: not differences(), within_s)
+                self._bury(len(self.load.graveyard))
+        except AssertionError as error:
+            raise NotConverged(
+                f"the log was not begun anew: {error}; differences: {differences()}; the daemon:"
+                f" {self.keeper.daemon.last_words()}; violations before: {self.violations.all()}"
+            ) from None
+        return time.monotonic() - began
 
     def compare(self, within_s: float) -> int:
         """With the load at rest, every row in every sink is as at the source; how many rows."""
-        self.load.pause()
-        try:
+        with self.load.at_rest():
             self.converge(within_s)
-            stores = Stores(self.config, catalogue.read_tables(self.config))
             rows = 0
-            for sink in stores.sinks:
-                for table in self.pipeline.tables:
-                    found = stores.compare(sink, table)
-                    rows += found.rows
-                    if not found.is_equal:
-                        self.violations.add(f"{sink} differs in {table}: {found}")
+            for copy, found in self.compared().items():
+                rows += found.rows
+                if not found.is_equal:
+                    self.violations.add(f"{copy} differs: {found}")
             return rows
-        finally:
-            self.load.resume()
+
+    def compared(self) -> dict[str, Difference]:
+        """Every table in every sink against the source, as both are now."""
+        stores = Stores(self.config, catalogue.read_tables(self.config))
+        return {
+            f"{table} in {sink}": stores.compare(sink, table)
+            for sink in stores.sinks
+            for table in self.pipeline.tables
+        }
 
     def _chosen_markers(self, wanted: int) -> dict[str, list[Key]] | None:
         """One marker per partition of every table, as soon as the log has shown them."""
