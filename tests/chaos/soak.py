@@ -71,7 +71,7 @@ def main(
     click.echo("\n".join(report.lines()))
     if json_path:
         json_path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-    sys.exit(1 if report.violations or not report.faults else 0)
+    sys.exit(0 if report.is_clean else 1)
 
 
 def _until(deadline: float, groups: Iterator[list[Fault]]) -> Iterator[list[Fault]]:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.chaos.rules import NOT_DURABLE_S, Store, Topic
+from tests.support.chaos.run import Report
 
 LSN = 10, 700
 
@@ -82,3 +83,19 @@ def test_a_log_with_a_delete_and_a_new_row_is_fine():
     for op, n, lsn in (("c", 1, 10), ("d", 1, 11), ("c", 2, 12)):
         assert topic.read("k", op, n, (lsn, 700 + lsn)) is None
     assert topic.read("other", "c", 1, (12, 712)) is None
+
+
+@pytest.mark.parametrize(
+    ("is_complete", "violations", "is_clean"),
+    [(True, [], True), (False, [], False), (True, ["a row went back"], False)],
+)
+def test_a_run_is_clean_only_when_whole_and_without_violation(is_complete, violations, is_clean):
+    """A run that was cut short has not compared everything, so it proves nothing."""
+    report = Report(1, is_complete=is_complete, violations=violations)
+    report.converged_s["kill redis"].append(1.0)
+    assert report.is_clean is is_clean
+
+
+def test_a_run_without_a_fault_is_not_clean():
+    """Nothing was tried."""
+    assert not Report(1, is_complete=True).is_clean

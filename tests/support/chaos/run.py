@@ -33,7 +33,12 @@ class Report:
     compared_rows: int = 0
     comparisons: int = 0
     daemon_starts: int = 0
+    is_complete: bool = False  # to the last comparison: what was cut short proves nothing
     violations: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return self.is_complete and self.faults > 0 and not self.violations
 
     @property
     def faults(self) -> int:
@@ -42,6 +47,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
+            "complete": self.is_complete,
             "seconds": round(self.seconds),
             "faults": self.faults,
             "changes_written": self.changes,
@@ -78,7 +84,7 @@ class Report:
         yield f"rows looked at   {', '.join(f'{n:,} in {s}' for s, n in self.sightings.items())}"
         yield f"rows compared    {self.compared_rows:,} in {self.comparisons} comparisons"
         yield f"daemon starts    {self.daemon_starts}"
-        yield f"violations       {len(self.violations)}"
+        yield f"violations       {len(self.violations)}{'' if self.is_complete else ' (cut short)'}"
         yield from (f"  {sentence}" for sentence in self.violations)
 
 
@@ -127,6 +133,7 @@ def run(
             if number % compare_every == 0:
                 _compare(world, report, patience_s)
         _compare(world, report, patience_s)
+        report.is_complete = True
     except NotConverged as error:
         world.violations.add(f"after {names}: {error}")
     finally:
