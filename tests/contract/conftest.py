@@ -219,7 +219,13 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
 def memory_harness() -> Harness:
     from sinks.memory import MemorySink
 
-    sink = MemorySink(refuses=lambda change: TOO_BIG in (change.row or {}).values())
+    return memory_harness_of(
+        MemorySink(refuses=lambda change: TOO_BIG in (change.row or {}).values())
+    )
+
+
+def memory_harness_of(sink: Any) -> Harness:
+    """The harness of a reference sink, or of one made wrong on purpose."""
 
     def keep_copy() -> Callable[[], None]:
         copy = deepcopy((sink._held, sink._entries))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cdc.sink import Written
 from sinks.memory import MemorySink
-from tests.contract.conftest import Harness
+from tests.contract.conftest import memory_harness_of
 from tests.property.world import World
 
 # Equal when they are joined carelessly, or special to some target.
@@ -168,21 +168,13 @@ class RepairsLate(MemorySink):
         return self._apply(piece, piece.changes)
 
 
-class RepairsEarly(MemorySink):
-    """Applies what the writer has not come to."""
-
-    def repair(self, piece):
-        written = super().repair(piece)
-        return written and self._apply(piece, piece.changes)
-
-
 @pytest.mark.parametrize("careless", MemorySink.__subclasses__(), ids=lambda it: it.__name__)
 def test_the_property_sees_what_a_careless_sink_does(careless):
     """Each of these sinks is wrong in one way, and some script shows it."""
     sink = careless()
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         holds(
-            Harness("memory", lambda: sink, careless.write),
+            memory_harness_of(sink),
             max_examples=1000,
             derandomize=True,
             database=None,

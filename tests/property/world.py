@@ -56,6 +56,11 @@ class Model:
             if held is None or held.version < change.version:
                 self.newest[change.key] = change
 
+    def write(self, partition: int, changes: Iterable[Change]) -> None:
+        """Take what a writer brings; below the ledger all is stale, also what was left out."""
+        reached = self.ledgers[-1].offsets.get(partition, 0)
+        self.take(change for change in changes if change.offset >= reached)
+
     def move(self, partition: int, next_offset: int) -> None:
         ledger = self.ledgers[-1]
         reached = max(next_offset, ledger.offsets.get(partition, 0))
@@ -132,7 +137,7 @@ class World:
             for part in _parts(piece, cut):
                 written = self._harness.apply(writer.sink, writer.token, part)
                 assert written.applied + written.stale == len(part.changes)
-                self._model.take(part.changes)
+                self._model.write(partition, part.changes)
                 self._model.move(partition, part.next_offset)
                 self._check()
             writer.at[partition] = piece.next_offset
@@ -197,7 +202,7 @@ class World:
                 some = tuple(c for at, c in enumerate(piece.changes) if which >> at & 1)
                 half = replace(piece, changes=some, next_offset=0)
                 self._harness.apply(writer.sink, writer.token, half)
-                self._model.take(some)
+                self._model.write(partition, some)
         self.restart()
 
     def zombie(self, key: Key, n: int | None) -> None:
