@@ -22,7 +22,6 @@ demo: setup ## Sync a small shop to four stores on real servers, and compare (DE
 
 test: lint unit ## Check everything, on real servers
 	@$(BIN)/python -m pytest --hypothesis-profile=ci tests/contract tests/property tests/integration
-	@$(BIN)/python -m pytest tests/chaos  # by itself: two stacks are too much for two cores
 
 lint: setup ## Check style and types
 	@$(BIN)/ruff check .
