@@ -101,9 +101,7 @@ def _run(config: Config, *, once: bool) -> list[CdcError]:
     stop = threading.Event()
     if not once:
         threading.Thread(target=care.keep, args=(config, stop), name="care", daemon=True).start()
-    spark = session.open_session(
-        config.name, config.spark, wiring.spark_settings(config), wiring.spark_threads(config)
-    )
+    spark = session.open_session(config.name, config.spark, wiring.spark_settings(config))
     for number in (signal.SIGTERM, signal.SIGINT):  # after Spark, which installs its own
         signal.signal(number, lambda *_: stop.set())
     try:

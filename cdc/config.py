@@ -129,7 +129,7 @@ class Connect(Settings):
 
 
 class Spark(Settings):
-    master: str = "auto"  # as many threads as there are partitions to write, over all sinks
+    master: str = "local[4]"
     driver_memory: str = Field(default="1g", pattern=r"^\d+[mg]$")
     conf: dict[str, str] = Field(default_factory=dict)
 

@@ -41,11 +41,9 @@ def open_session(
     name: str,
     settings: Spark,
     extra: Mapping[str, str],
-    threads: int = 4,
     on_progress: Callable[[jars.Progress], None] | None = None,
 ) -> SparkSession:
     """Start Spark with the pinned jars. *extra* is what the configured sinks ask for."""
-    master = f"local[{threads}]" if settings.master == "auto" else settings.master
     jars.find_java()
     paths = jars.spark_jars(on_progress)
     # Executors are started with this interpreter, whatever `python3` means on the path.
@@ -57,7 +55,7 @@ def open_session(
         options = f"-Dlog4j2.configurationFile={log_settings.as_uri()} -XX:+UseSerialGC"
         builder = (
             SparkSession.builder.appName(f"cdc-{name}")
-            .master(master)
+            .master(settings.master)
             .config("spark.driver.memory", settings.driver_memory)
             .config("spark.driver.extraJavaOptions", options)
             .config("spark.jars", ",".join(str(path) for path in paths))

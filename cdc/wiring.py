@@ -28,7 +28,6 @@ _SINKS = {
     "delta": ("sinks.delta", "DeltaSettings", "DeltaSink"),
 }
 _ON_FRAMES = frozenset({"delta"})
-_FEWEST_THREADS, _MOST_THREADS = 4, 32
 
 
 def load_config(path: Path) -> Config:
@@ -66,12 +65,6 @@ def open_here(settings: SinkSettings, spark: SparkSession) -> Sink | FrameSink:
 def row_sink_modules() -> list[str]:
     """The modules that executors may need."""
     return [module for kind, (module, _, _) in _SINKS.items() if kind not in _ON_FRAMES]
-
-
-def spark_threads(config: Config) -> int:
-    """Enough that the tasks of a sink that does not answer leave room for those of all others."""
-    tasks = len(config.sinks) * len(config.source.tables) * config.kafka.partitions
-    return max(_FEWEST_THREADS, min(_MOST_THREADS, tasks))
 
 
 def spark_settings(config: Config) -> dict[str, str]:
