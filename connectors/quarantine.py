@@ -33,6 +33,26 @@ _HINT = "is Kafka up? The topic of the quarantine is made by: cdc connectors app
 
 def keep(kafka: Kafka, topic: str, records: Sequence[Kept]) -> None:
     """Have *records* durable when this returns. Keeping one again replaces it."""
+    _send(kafka, topic, [encode(record) for record in records])
+
+
+def kept(config: Config) -> list[Kept]:
+    """All that is in the quarantine, oldest first."""
+    found: dict[bytes, Kept] = {}
+    for record in _read(config, quarantine_topic(config), 0, OFFSET_BEGINNING, None):
+        found.pop(record.key or b"", None)
+        if record.value is not None and record.key is not None:
+            found[record.key] = decode(record.value)
+    return list(found.values())
+
+
+def drop(config: Config, ids: Collection[str]) -> None:
+    """Take *ids* out of the quarantine for good."""
+    _send(config.kafka, quarantine_topic(config), [(each.encode(), None) for each in ids])
+
+
+def _send(kafka: Kafka, topic: str, pairs: Sequence[tuple[bytes, bytes | None]]) -> None:
+    """Have keys and values durable in *topic* when this returns; raise if one is not."""
     producer = Producer(
         {
             "bootstrap.servers": kafka.bootstrap,
@@ -52,42 +72,13 @@ def keep(kafka: Kafka, topic: str, records: Sequence[Kept]) -> None:
             failed.append(error)
 
     with _classified(kafka.bootstrap):
-        for record in records:
-            key, value = encode(record)
+        for key, value in pairs:
             producer.produce(topic, value=value, key=key, on_delivery=delivered)
         left = producer.flush(_ANSWER_S)
         if failed:
             raise KafkaException(failed[0])
     if left:
         raise SourceUnavailable(f"{kafka.bootstrap} took no records for {topic}", hint=_HINT)
-
-
-def kept(config: Config) -> list[Kept]:
-    """All that is in the quarantine, oldest first."""
-    found: dict[bytes, Kept] = {}
-    for record in _read(config, quarantine_topic(config), 0, OFFSET_BEGINNING, None):
-        found.pop(record.key or b"", None)
-        if record.value is not None and record.key is not None:
-            found[record.key] = decode(record.value)
-    return list(found.values())
-
-
-def drop(config: Config, ids: Collection[str]) -> None:
-    """Take *ids* out of the quarantine for good."""
-    producer = Producer(
-        {
-            "bootstrap.servers": config.kafka.bootstrap,
-            "acks": "all",
-            "message.timeout.ms": round(_ANSWER_S * 1000),
-            "log_level": 0,
-        }
-    )
-    with _classified(config.kafka.bootstrap):
-        for each in ids:
-            producer.produce(quarantine_topic(config), value=None, key=each.encode())
-        left = producer.flush(_ANSWER_S)
-    if left:
-        raise SourceUnavailable(f"{config.kafka.bootstrap} took no records", hint=_HINT)
 
 
 def newest(
